@@ -12,7 +12,7 @@ InvrlError
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
 │   ├── NoEngineError      the router has no engine at the moment
-│   └── WrongAnswerError   an engine's answer to a generation cannot be true: the engine is suspect
+│   └── WrongAnswerError   an engine's reply to a generation cannot be true: it is suspect
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
@@ -20,7 +20,7 @@ InvrlError
 ├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
 ├── BufferStateError       an impossible transition of the buffer
 ├── RunStoreError          the run's store cannot be read or written, or lacks what it must hold
-├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
+├── TrainError             the trainer cannot continue (non-finite loss, weights that do not fit, ...)
 └── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
     ├── BroadcastError     a broadcast of weights broke, by another of its engines or by the connection
     ├── LayoutError        names, shapes or dtypes do not fit: no engine's weights were written
@@ -33,8 +33,8 @@ from pathlib import Path
 
 
 class InvrlError(Exception):
-    """Root of everything that invrl raises on purpose. Can be pickled, whatever its
-    constructor takes."""
+    """Root of everything that invrl raises on purpose. Picklable, whatever arguments
+    its constructor takes."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception's own __reduce__ calls the constructor with `args`, which our
@@ -58,8 +58,7 @@ class PluginError(ConfigError):
 
 
 class DamagedFileError(InvrlError):
-    """A file of a run folder is missing, or is not what was written. Retrying does not
-    help."""
+    """A file of a run folder is missing or was changed. Retrying does not help."""
 
     def __init__(self, path: Path, reason: str, fix: str = "") -> None:
         message = f"{path}: {reason}"
@@ -72,12 +71,12 @@ class DamagedFileError(InvrlError):
 
 
 class NewerFormatError(DamagedFileError):
-    """A newer version of invrl wrote the file, in a format that this one does not
-    know."""
+    """The file was written by a newer version of invrl, in a format that this one does
+    not know."""
 
 
 class OtherModelError(DamagedFileError):
-    """The file is whole and belongs to another model than the run's."""
+    """The file is intact but belongs to another model than the run's."""
 
 
 class DeadlineError(InvrlError):
@@ -108,7 +107,7 @@ class NoEngineError(ServerError):
 
 
 class WrongAnswerError(ServerError):
-    """An engine's answer to a generation that cannot be true: nothing of it is used."""
+    """An engine's reply to a generation cannot be true; none of it is used."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine's answer is wrong: {reason}")
@@ -126,7 +125,7 @@ class SessionError(InvrlError):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """`param`: the field of the request that is at fault."""
+        """`param` is the invalid field of the request."""
         super().__init__(message)
         self.message = message
         self.status = status
@@ -136,12 +135,13 @@ class SessionError(InvrlError):
 
 
 class UnsendableTaskError(InvrlError):
-    """A task that cannot be written as JSON cannot go to an environment over HTTP."""
+    """A task that cannot be written as JSON cannot be sent to an environment over
+    HTTP."""
 
 
 class UnusableRowError(InvrlError):
-    """A row of a data file cannot be trained. Whoever reads the file adds which row of
-    which file it is."""
+    """A row of a data file cannot be trained. The reader of the file adds the file and
+    row."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"{reason}. Fix: {fix}")
@@ -150,8 +150,7 @@ class UnusableRowError(InvrlError):
 
 
 class IdenticalFailuresError(InvrlError):
-    """Rollouts failed in the same way, one after the other, and none finished between
-    them."""
+    """Rollouts in a row failed in the same way and none finished."""
 
     def __init__(self, text: str, *, fix: str) -> None:
         super().__init__(f"{text}. Fix: {fix}")
@@ -160,29 +159,27 @@ class IdenticalFailuresError(InvrlError):
 
 
 class FilteredOutError(InvrlError):
-    """No batch comes together because the group filter drops every group: the task is
-    solved, or the model never succeeds at it. The loop then ends the run in an orderly
-    way."""
+    """The group filter drops every group, so no batch completes: the task is solved, or
+    the model never succeeds. The loop ends the run normally."""
 
 
 class BufferStateError(InvrlError):
-    """An impossible transition of the buffer: a fault in our code, or a task source
-    that yields other tasks than before when a run resumes."""
+    """An impossible transition of the buffer: a bug in our code, or a task source that
+    yields other tasks after a resume."""
 
 
 class RunStoreError(InvrlError):
-    """The run's store cannot be read or written (a full disk, say), or lacks what it
-    must hold: the tokens of a taken batch, or the incarnation that a checkpoint belongs
-    to."""
+    """The run's store cannot be read or written (a full disk, for example), or lacks
+    required data: the tokens of a taken batch, or the incarnation of a checkpoint."""
 
 
 class DiskFullError(RunStoreError):
-    """The disk of the run's store is full. What was to be written may be tried again
-    once there is space."""
+    """The disk of the run's store is full. The write can be retried once there is
+    space."""
 
 
 class TrainError(InvrlError):
-    """The trainer cannot go on."""
+    """The trainer cannot continue."""
 
 
 class WeightSyncError(InvrlError):
@@ -191,20 +188,20 @@ class WeightSyncError(InvrlError):
     def __init__(
         self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()
     ) -> None:
-        """`engine`: the one that failed first. `unrestored` engines may hold mixed or
-        new weights; they are still paused and must leave the fleet."""
+        """`engine` failed first. `unrestored` engines may hold mixed or new weights;
+        they are still paused and must leave the fleet."""
         super().__init__(message)
         self.engine = engine
         self.unrestored = unrestored
 
 
 class BroadcastError(WeightSyncError):
-    """A broadcast of weights broke. This says nothing against the engine that found it;
-    it may hold a mix."""
+    """A broadcast of weights broke. The engine that reports it is not at fault; it may
+    hold a mix."""
 
 
 class LayoutError(WeightSyncError):
-    """The trainer's tensors do not fit. Found before any engine's weights were
+    """The trainer's tensors do not fit. Raised before any engine's weights were
     written."""
 
 

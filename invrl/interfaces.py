@@ -1,9 +1,9 @@
-"""The plug points that users write, and the seams between our own parts.
+"""The plug points that users implement, and the interfaces between our own parts.
 
 Everything here is a Protocol, or a value that a Protocol takes or returns.
 `user_code/plugins.py` loads user code by `package.module:name` and checks its signature
 against these Protocols at start-up. The loop, the dispatcher and the weight transaction
-know their neighbours only by the seams below.
+know their neighbours only through these interfaces.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 
 class Endpoint(Protocol):
-    """What a rollout function gets: an OpenAI and Anthropic endpoint of its own (one
-    session)."""
+    """An OpenAI and Anthropic endpoint for one rollout function: one session."""
 
     @property
     def base_url(self) -> str: ...
@@ -45,12 +44,12 @@ class Endpoint(Protocol):
     @property
     def model(self) -> str: ...
     def openai(self) -> AsyncOpenAI:
-        """A ready client whose retries and deadline are set for this session."""
+        """Return a client whose retries and deadline are set for this session."""
         ...
 
     def anthropic(self) -> Any:
-        """A ready `anthropic.AsyncAnthropic`, set up in the same way. Raises
-        ImportError where that package is missing."""
+        """Return an `anthropic.AsyncAnthropic`, set up in the same way. Raises
+        ImportError if that package is missing."""
         ...
 
     async def reward(
@@ -61,16 +60,16 @@ class Endpoint(Protocol):
         branch: str = "",
         components: Mapping[str, float] | None = None,
     ) -> None:
-        """Rewards one turn, the branches through a turn, or, without either, this
+        """Reward one turn, the trajectories through a turn, or, with neither, this
         session: a child's own reward. (The reward that the rollout function returns
-        counts for its own session.) A turn is named by the `id` of its answer, of any
+        counts for its own session.) A turn is named by the `id` of its reply, from any
         client. The last reward counts. Raises SessionError, DeadlineError."""
         ...
 
     async def open_child(self) -> Endpoint:
-        """An endpoint for a sub-agent, with a session of its own: its conversation is
-        kept apart, and it has this session's reward unless it is rewarded itself. It
-        ends with this session. Raises SessionError, DeadlineError."""
+        """Open a session for a sub-agent. Its conversation is separate, and it inherits
+        this session's reward unless it is rewarded itself. It ends with this session.
+        Raises SessionError, DeadlineError."""
         ...
 
 
@@ -86,20 +85,20 @@ class RolloutResult:
     """
 
     reward: float | None = None
-    """May be None only where a reward function is set."""
+    """Final reward. None only if a reward function is set."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the metrics."""
     output: str = ""
-    """Whatever the reward function needs, for example the final answer."""
+    """Input of the reward function, for example the final answer."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the rollout, by column."""
+    """Numbers of the rollout by column."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Numbers of turns, by answer id and column."""
+    """Numbers of turns by reply id and column."""
     token_numbers: Mapping[
         str, Mapping[str, Sequence[float] | NDArray[np.floating]]
     ] = field(default_factory=dict)
-    """Numbers of sampled tokens, by answer id and column: one for each token that the
-    turn sampled, in order. The answer's usage counts them."""
+    """Numbers of sampled tokens by reply id and column: one for each token that the
+    turn sampled, in order. The reply's usage counts them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -110,8 +109,8 @@ class RolloutResult:
 
 
 def components_fault(components: Mapping[str, float]) -> str:
-    """What is wrong with the number or the names of a reward's components; "" if
-    nothing is."""
+    """Describe what is wrong with the number or the names of a reward's components; ""
+    if nothing is."""
     if len(components) > MAX_REWARD_COMPONENTS:
         num_entries = len(components)
         return f"RolloutResult.components has {num_entries} entries; at most {MAX_REWARD_COMPONENTS} are allowed"
@@ -134,7 +133,7 @@ class RolloutFn(Protocol):
 
 class GroupRolloutFn(Protocol):
     """Runs a whole group, for relative judging. The function has the attribute `group =
-    True`. Returns one result per endpoint, in the endpoints' order."""
+    True`. Returns one result per endpoint, in order."""
 
     def __call__(
         self, task: Task, endpoints: Sequence[Endpoint]
@@ -144,8 +143,8 @@ class GroupRolloutFn(Protocol):
 
 
 class RewardFn(Protocol):
-    """The reward of a finished rollout. If it is set, it decides, whatever reward the
-    rollout function returned."""
+    """The reward of a finished rollout. It replaces any reward that the rollout
+    function returned."""
 
     def __call__(
         self, task: Task, result: RolloutResult
@@ -154,42 +153,41 @@ class RewardFn(Protocol):
 
 class TaskSource(Protocol):
     """Yields the tasks of a split; the same tasks for the same seed. "train" yields as
-    long as the run asks. "eval" is finite and has no task of "train".
+    long as the run asks. "eval" is finite and shares no task with "train".
 
-    What it returns for "train" may have more than `__next__`: the method of
-    `OutcomeRecorder`, those of `StateKeeper`, or both. Then it decides itself what
-    comes next, and once it ends, no more tasks come; any other source that ends is
-    called again."""
+    The result for "train" may have more methods than `__next__`: that of
+    `OutcomeRecorder`, those of `StateKeeper`, or both. It then decides what comes next,
+    and its end is final; any other source that ends is called again.
+    """
 
     def __call__(self, split: str, seed: int) -> Iterator[Task]: ...
 
 
 @runtime_checkable
 class OutcomeRecorder(Protocol):
-    """Tasks that are told how their groups end, to pick the next ones."""
+    """Tasks that are informed of their groups' outcomes, to pick the next ones."""
 
     def record(self, outcome: GroupOutcome) -> None:
-        """Called once for every group that was leased, as soon as it is complete or
-        dropped; not for groups that are open when the run ends. It is called in the
-        buffer's process and must be quick. If it raises, that is shown and counted, and
-        the run goes on without that outcome."""
+        """Record the outcome of a leased group, once, as soon as it is complete or
+        dropped. Groups that are open when the run ends have none. Runs in the buffer's
+        process and must be quick. An exception is shown and counted, and the run
+        continues without that outcome."""
         ...
 
 
 @runtime_checkable
 class StateKeeper(Protocol):
-    """Tasks that go on after a resume where they were. Tasks that have neither these
+    """Tasks that continue from their state after a resume. Tasks with neither these
     methods nor `record` need none: a resume reads the source again up to where it
     was."""
 
     def state(self) -> Json:
-        """Everything that decides what comes next, as JSON that comes back unchanged,
-        at most 64 MiB. Called for every checkpoint."""
+        """Return everything that decides what comes next, as JSON that survives a round
+        trip, at most 64 MiB. Called for every checkpoint."""
         ...
 
     def restore(self, state: Json) -> None:
-        """Called on a new object of the source, before anything else, with what `state`
-        returned."""
+        """Restore what `state` returned. Called first on a new object of the source."""
         ...
 
 
@@ -201,16 +199,16 @@ class GroupFilter(Protocol):
 
 
 class HistoryGroupFilter(Protocol):
-    """A group filter that has a parameter `history`: the groups of the same task before
-    this one, in this run and, after a resume, in what it resumes."""
+    """A group filter with a parameter `history`: the earlier groups of the same task,
+    in this run and, after a resume, in the resumed one."""
 
     def __call__(self, group: Group, *, history: TaskHistory) -> str | None: ...
 
 
 class AdvantageFn(Protocol):
-    """The advantage of each reward among rewards that are compared with each other;
-    both float64 [G]. For final rewards G is the group's size; for rewards of turns,
-    branches and children it is any number >= 1."""
+    """Advantages of rewards that are compared with each other; both float64 [G]. For
+    final rewards G is the group's size; for rewards of turns, trajectories and children
+    it is any number >= 1."""
 
     def __call__(
         self, rewards_G: NDArray[np.float64], *, eps: float
@@ -218,10 +216,10 @@ class AdvantageFn(Protocol):
 
 
 class GroupAdvantageFn(Protocol):
-    """An `AdvantageFn` with a parameter named `group` is given what is known of the
-    rollouts: lengths, components of rewards, numbers of extra columns. `rewards_G[i]`
-    is then the final reward of `group.rollouts_G[i]`. For rewards of turns, branches
-    and children, which are not one per rollout, `group` is None."""
+    """An `AdvantageFn` with a parameter named `group`, which has data of the rollouts:
+    lengths, reward components, numbers of extra columns. `rewards_G[i]` is then the
+    final reward of `group.rollouts_G[i]`. For rewards of turns, trajectories and
+    children, which are not one per rollout, `group` is None."""
 
     def __call__(
         self, rewards_G: NDArray[np.float64], *, eps: float, group: Group | None = None
@@ -231,8 +229,8 @@ class GroupAdvantageFn(Protocol):
 class PolicyLoss(Protocol):
     """The loss of each token from its ratio current/old, which carries the gradient,
     and its advantage; all torch float32 [N]. Off-policy correction, KL and aggregation
-    are applied to the result. A function with a further keyword `inputs=None` gets the
-    LossInputs there: log-probs of all policies, rows, columns and numbers."""
+    are applied to the result. A function with a keyword `inputs=None` also gets the
+    LossInputs: log-probs of all policies, rows, columns and numbers."""
 
     def __call__(
         self,
@@ -245,11 +243,11 @@ class PolicyLoss(Protocol):
 
 
 class Objective(Protocol):
-    """What a training step minimizes, from the trained tokens of one micro-batch. The
-    loss is a scalar that depends on `inputs.current_N` or `inputs.entropy_N`; those of
-    all micro-batches and ranks are added, so a mean is over `inputs.denominators`. The
-    attribute `needs` (`algorithms.objectives.Needs`) says which log-probs it reads
-    besides."""
+    """The loss that a training step minimizes, from the trained tokens of one
+    micro-batch. It is a scalar that depends on `inputs.current_N` or
+    `inputs.entropy_N`; losses of all micro-batches and ranks are added, so a mean is
+    over `inputs.denominators`. The attribute `needs` (`algorithms.objectives.Needs`)
+    says which log-probs it also reads."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
@@ -262,24 +260,25 @@ class Buffer(Protocol):
     machine is `buffer/group_buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
-        """Work to run now; None while the staleness bound or the task source admits no
-        more."""
+        """Return work to run now; None while the staleness bound or the task source
+        admits no more."""
 
     async def record(self, outcome: Outcome) -> None:
-        """Idempotent: the same outcome may arrive again after a crash."""
+        """Record an outcome. Idempotent: the same one may arrive again after a
+        crash."""
 
     async def unwanted(self) -> Sequence[DroppedGroup]:
-        """Groups that were dropped while rollouts of theirs ran, so that those can be
-        cancelled.
+        """Return groups that were dropped while their rollouts ran, so that those can
+        be cancelled.
 
         Each group is returned once. Waits for the first one and returns an empty
-        sequence if none comes for a while. A group that was returned is in no lease
-        that is requested afterwards.
+        sequence if none comes for a while. A returned group is in no lease that is
+        requested afterwards.
         """
         ...
 
     async def take(self) -> TakenBatch:
-        """The next batch of whole groups within the staleness bound. Raises
+        """Return the next batch of whole groups within the staleness bound. Raises
         DeadlineError, which names what is missing, and FilteredOutError if the group
         filter drops everything."""
         ...
@@ -287,45 +286,43 @@ class Buffer(Protocol):
     async def trained(self, batch_id: int) -> None: ...
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer for a checkpoint, between `trained` and `advance`. `trained` is
-        the version that the trainer holds."""
+        """Return the buffer's state for a checkpoint, between `trained` and `advance`.
+        `trained` is the version that the trainer holds."""
         ...
 
     async def advance(self, version: WeightVersion) -> None:
-        """Says that the trainer holds `version` and that its canary has passed: tokens
-        sampled under it count, and admission and staleness are counted against it. In a
-        run without a trainer the version stays the same, and the call says that the
-        batch was seen."""
+        """Report that the trainer holds `version` and that its canary has passed:
+        tokens sampled under it count, and admission and staleness are counted against
+        it. In a run without a trainer the version stays the same, and the call reports
+        that the batch was seen."""
 
     async def metrics(self) -> Mapping[str, Metric]:
-        """Events since the last call by drop reason, and how many groups and rollouts
-        are in each state now."""
+        """Return events since the last call by drop reason, and the number of groups
+        and rollouts in each state."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRecord:
-    """What a step trained one row with: float32 [N], for each trained token of the row
-    in order."""
+    """Data that a step trained one sample with: float32 [N], for each trained token in
+    order."""
 
     advantages_N: NDArray[np.float32]
     logprobs_N: NDArray[np.float32]
-    """The trainer's, in nats: under the old policy where it was computed, else of the
-    pass that was trained."""
+    """The trainer's, in nats: under the old policy where it was computed, else from the
+    trained pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What training on one batch did."""
+    """Result of training on one batch."""
 
     optimizer_steps: int
-    """0 if there was no gradient: every weight is as before."""
+    """0 if there was no gradient: all weights are unchanged."""
     nonfinite_steps: int
-    """Optimizer steps that were skipped because a loss or the gradient was NaN or
-    infinite."""
+    """Optimizer steps skipped because a loss or the gradient was NaN or infinite."""
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]
-    """Seconds per phase."""
     token_records: tuple[TokenRecord | None, ...] = ()
     """One for each sample of the batch, or of the rank's shard in order; None for a
     sample that no optimizer step of the policy saw. Empty: nothing was recorded."""
@@ -337,14 +334,14 @@ class Trainer(Protocol):
     async def train(self, batch: TrainBatch) -> StepResult: ...
 
     async def save_checkpoint(self, path: str) -> FileEntries:
-        """Returns the entries of files that were written, below `path`; the small ones
-        may be missing."""
+        """Save a checkpoint and return the entries of its files, below `path`; the
+        small ones may be missing."""
         ...
 
     async def load_checkpoint(self, path: str) -> None: ...
 
     async def export_hugging_face(self, path: str) -> FileEntries:
-        """As `save_checkpoint`."""
+        """Export a Hugging Face folder. Returns entries like `save_checkpoint`."""
         ...
 
 
@@ -357,11 +354,11 @@ WeightLayout = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """Weights that were written where the transport's receivers can read them."""
+    """Weights written where the transport's receivers can read them."""
 
     version: WeightVersion
     handle: str = field(repr=False)
-    """Belongs to the transport and is opaque to the transaction: path and slot for the
+    """Opaque to the transaction; its meaning is the transport's: path and slot for the
     arena, serialized handles for buckets."""
     checksums: Mapping[str, str]
     """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major), or
@@ -378,15 +375,15 @@ class WeightSender(Protocol):
     async def layout(self) -> WeightLayout: ...
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        """Writes the current weights. The weights staged before stay whole until the
-        next call."""
+        """Write the current weights. The previously staged weights stay intact until
+        the next call."""
         ...
 
     async def logprobs(
         self, prompts: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
-        """Log-prob of each prompt's token t >= 1 given those before it, at temperature
-        1: [T-1] each."""
+        """Return the log-prob of each prompt's token t >= 1 given those before it, at
+        temperature 1: [T-1] each."""
         ...
 
 
@@ -397,26 +394,26 @@ class WeightReceiver(Protocol):
     @property
     def name(self) -> str: ...
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """Raises LayoutError unless the layout has every tensor of the engine exactly
+        """Raise LayoutError unless the layout has every tensor of the engine exactly
         once, with the engine's name, shape and dtype."""
 
     async def pause(self) -> None:
-        """Stops generation until `resume`: no token is sampled, and new requests
+        """Stop generation until `resume`: no token is sampled, and new requests
         wait."""
 
     async def sleep(self) -> None:
-        """Frees the memory of a paused engine's cache until `wake`."""
+        """Free the memory of a paused engine's cache until `wake`."""
 
     async def wake(self) -> None:
-        """Gives the engine that memory back, if `sleep` has freed it."""
+        """Give the engine that memory back if `sleep` freed it."""
 
     async def load(self, staged: StagedWeights) -> None:
-        """Copies the bytes into the engine."""
+        """Copy the bytes into the engine."""
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Hashes of what the engine's own parameters hold, in the form of
-        `StagedWeights.checksums`: read back now, or, straight after `load`, as the
-        transport took them while it loaded."""
+        """Return hashes of the engine's own parameters, in the form of
+        `StagedWeights.checksums`: read back now, or, directly after `load`, as the
+        transport computed them while loading."""
         ...
 
     async def commit(self, version: WeightVersion) -> None: ...

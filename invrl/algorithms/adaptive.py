@@ -1,8 +1,7 @@
-"""Coefficients of the loss that are adapted after each batch, from what the batch
-measured, or learned in each step.
+"""Coefficients of the loss that are adapted after each batch from its measurements, or
+learned in each step.
 
-A controller is a function of numbers; what it has come to is saved with the trainer's
-checkpoint.
+A controller is a function of numbers. Its state is saved with the trainer's checkpoint.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ _GAIN = 0.1
 """Ziegler et al.'s K."""
 _LARGEST_ERROR = 0.2
 _LARGEST_ENTROPY_COEF = 1.0
-"""As in TRL."""
+"""TRL's upper bound."""
 
 
 def adapted_kl_coef(coef: float, divergence: float, target: float) -> float:
@@ -45,14 +44,13 @@ def adapted_entropy_coef(
 def entropy_coef_of_band(
     coef: float, entropy: float, low: float, high: float, step: float
 ) -> float:
-    """Two bounds of the entropy, and in between nothing that pushes it: ours, after
-    Skywork-OR1's one bound.
+    """Keep the entropy between two bounds: ours, after Skywork-OR1's one bound.
 
         H < low              coef <- max(coef, 0) + step       at most 1: a bonus
         H > high             coef <- min(coef, 0) - step       at least -1: a penalty
         low <= H <= high     coef <- towards 0 by step         does not act
 
-    No paper that we know has both.
+    We know no paper that has both.
     """
     if entropy < low:
         return min(max(coef, 0.0) + step, _LARGEST_ENTROPY_COEF)
@@ -63,7 +61,7 @@ def entropy_coef_of_band(
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the controllers have come to."""
+    """Current values of the adapted coefficients."""
 
     kl: float
     entropy: float
@@ -71,11 +69,11 @@ class Coefficients:
     """Whether the entropy, when it was last measured, was where the coefficient acts:
     at most the target, or outside of the band."""
     length_lambda: float
-    """The exponent of the weights by length (`length_weights.py`)."""
+    """Exponent of the length weights (`length_weights.py`)."""
 
     @staticmethod
     def of(config: AlgorithmConfig) -> "Coefficients":
-        """At the start of a run."""
+        """Return the coefficients at the start of a run."""
         return Coefficients(
             kl=config.kl.coefficient if config.kl else 0.0,
             entropy=config.entropy.coefficient if config.entropy else 0.0,
@@ -88,8 +86,8 @@ class Coefficients:
     def after(
         self, config: AlgorithmConfig, divergence: float, entropy: float
     ) -> "Coefficients":
-        """After a batch with these means over its trained tokens, in nats. `config`:
-        the run's, with its targets."""
+        """Return the coefficients after a batch with these means over its trained
+        tokens, in nats."""
         kl = self.kl
         if config.kl is not None and config.kl.target is not None:
             kl = adapted_kl_coef(kl, divergence, config.kl.target)
@@ -117,12 +115,12 @@ class Coefficients:
     def after_step(
         self, weights: LengthWeightsConfig, lambda_gradient: float
     ) -> "Coefficients":
-        """After an optimizer step of the policy, where lambda is learned: a step of
-        plain gradient descent on the loss, lambda <- lambda - lr
-        dL/dlambda.
+        """Return the coefficients after an optimizer step of the policy with a learned
+        lambda: plain gradient descent on the loss, lambda <- lambda - lr dL/dlambda.
 
-        lambda-GRPO (arXiv 2510.06870) learns it beside the policy and does not say with
-        which optimizer. `lambda_gradient`: of the whole mini-batch, over all ranks.
+        lambda-GRPO (arXiv 2510.06870) learns it together with the policy and does not
+        name the optimizer. `lambda_gradient` is of the whole mini-batch, over all
+        ranks.
         """
         return replace(
             self,
@@ -131,13 +129,13 @@ class Coefficients:
 
     @property
     def acting_entropy(self) -> float:
-        """The coefficient of the entropy bonus where it acts, and otherwise 0."""
+        """Coefficient of the entropy bonus where it acts, otherwise 0."""
         return self.entropy if self.entropy_acts else 0.0
 
     def within(self, config: AlgorithmConfig) -> AlgorithmConfig:
-        """The run's settings with these coefficients in the place of those that it
-        began with. With a target the entropy bonus acts only while the entropy is at
-        most the target, with a ceiling only outside of the two."""
+        """Return the run's settings with these coefficients. With a target the entropy
+        bonus acts only while the entropy is at most the target, with a ceiling only
+        outside of the two."""
         tables: dict[str, Section] = {}
         if config.kl is not None:
             tables["kl"] = config.kl.model_copy(update={"coefficient": self.kl})

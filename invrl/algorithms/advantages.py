@@ -1,10 +1,10 @@
-"""Advantages: one number per reward, from the rewards that it is compared with.
+"""Advantages: one number per reward, computed from the rewards it is compared with.
 
 Computed in NumPy float64, once per batch, before sharding. A final reward is compared
 with those of its group, the rollouts of one task; for `reinforce`, with those of the
-whole batch. A rollout that became several training rows is one entry of `rewards_G`, so
-it counts once in the baseline. What comes before is in `reward_shaping.py`, what comes
-after, over the batch, in `whitening.py`; advantages that need a critic are in
+whole batch. A rollout that became several samples is one entry of `rewards_G`, so it
+counts once in the baseline. The step before is in `reward_shaping.py`, the one after,
+over the batch, in `whitening.py`; advantages that need a critic are in
 `token_advantages.py`.
 
 | name | advantage | then |
@@ -19,8 +19,8 @@ after, over the batch, in `whitening.py`; advantages that need a critic are in
 | reinforce_pp | r | whitened over the batch's tokens |
 | reinforce_pp_baseline | r - mean | whitened over the batch's tokens |
 
-Invariant: but for `raw`, rewards that do not differ have advantages of exactly 0, not
-of rounding errors, because Adam makes a whole step of the smallest gradient.
+Invariant: except with `raw`, equal rewards have advantages of exactly 0, not of
+rounding errors, because Adam turns the smallest gradient into a full step.
 """
 
 from functools import partial
@@ -34,8 +34,8 @@ from invrl.interfaces import AdvantageFn
 from invrl.user_code.plugins import load_plugin
 
 ROUNDING = 1e-12
-"""Relative to the largest reward: smaller differences come from the order in which
-numbers were added."""
+"""Tolerance relative to the largest reward: smaller differences come from the order of
+addition."""
 
 
 def rewards_differ(rewards_G: NDArray[np.float64]) -> bool:
@@ -56,8 +56,8 @@ def grpo(
 
     The paper does not say which deviation it means. The sample's divides the sum of
     squares by G - 1 (Bessel), the population's by G. The advantage of a single reward
-    is 0. The floor is ours: with it, a group whose rewards hardly differ is not blown
-    up to the size of the others; 0 is the paper's formula.
+    is 0. The floor is ours: it keeps a group whose rewards hardly differ from being
+    scaled up to the size of the others; 0 is the paper's formula.
     """
     centred_G = dr_grpo(rewards_G, eps=eps)
     if not rewards_differ(rewards_G):
@@ -74,9 +74,9 @@ def dr_grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64
 
         A_i = r_i - mean(r)
 
-    There is no division by the deviation, which gives too much weight to tasks that are
-    nearly solved or nearly hopeless. `eps` is not used. Over the rewards of a whole
-    batch this is REINFORCE with the mean as its baseline (Williams 1992).
+    It omits the division by the deviation, which overweights tasks that are nearly
+    solved or nearly hopeless. `eps` is not used. Over the rewards of a whole batch this
+    is REINFORCE with the mean as its baseline (Williams 1992).
     """
     if not rewards_differ(rewards_G):
         return np.zeros_like(rewards_G)
@@ -102,12 +102,11 @@ def maxrl(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
 
         A_i = (r_i - mean(r)) / mean(r+)        r+ = max(r, 0)
 
-    For rewards 0 and 1, in a group of which K succeeded, a success weighs G/K - 1 and a
-    failure -1: the rarer successes are, the more they count. Without a reward above 0
-    all are 0. The paper has rewards of at least 0, for which r+ is r. With others (an
-    overlong rollout's, for example) a mean near 0 would be no rate of success; r+ keeps
-    the divisor one, and it is at least eps * mean(|r|). The authors' code adds 1e-6 to
-    it.
+    For rewards 0 and 1, in a group with K successes, a success weighs G/K - 1 and a
+    failure -1, so rare successes count more. Without a reward above 0 all are 0. The
+    paper has rewards of at least 0, for which r+ is r. With negative ones (an overlong
+    rollout's, for example) a mean near 0 would not be a success rate; r+ keeps it one,
+    and the divisor is at least eps * mean(|r|). The authors' code adds 1e-6 to it.
     """
     if not rewards_differ(rewards_G) or rewards_G.max() <= 0:
         return np.zeros_like(rewards_G)
@@ -176,8 +175,8 @@ def raw(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
 def left_to_trainer(
     rewards_G: NDArray[np.float64], *, eps: float
 ) -> NDArray[np.float64]:
-    """0 in the place of an advantage that the trainer computes from the rewards of
-    tokens: [G] -> [G]. `eps` is not used."""
+    """Return 0 for each advantage that the trainer computes from token rewards: [G] ->
+    [G]. `eps` is not used."""
     return np.zeros_like(rewards_G)
 
 
@@ -202,11 +201,8 @@ def advantage_function(
     std_floor: float = 0.0,
     k: int = DEFAULT_PASS_AT_K,
 ) -> AdvantageFn:
-    """The built-in of that name (grpo and pass_at_k with these settings), or the user's
-    function at `module:name`.
-
-    Raises PluginError.
-    """
+    """Return the built-in of that name (grpo and pass_at_k with these settings), or the
+    user's function at `module:name`. Raises PluginError."""
     function = load_plugin(name, "advantage", AdvantageFn, ADVANTAGES)
     if function is grpo and (deviation != "sample" or std_floor):
         return partial(grpo, deviation=deviation, std_floor=std_floor)
@@ -216,7 +212,7 @@ def advantage_function(
 
 
 def configured_advantage(config: AlgorithmConfig) -> AdvantageFn:
-    """The function that the settings name. Raises PluginError."""
+    """Return the function that the settings name. Raises PluginError."""
     return advantage_function(
         config.advantage,
         config.reward_deviation,

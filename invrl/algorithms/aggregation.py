@@ -1,10 +1,9 @@
-"""Aggregation: how token losses become one number. It is the weight that each token has
-in the sum
+"""Aggregation of token losses into one number: the weight of each token in the sum
 
     L = sum_t w_t l_t
 
 Denominators are those of the whole mini-batch, so the sums of micro-batches and ranks
-may simply be added.
+can be added.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import Tensor
 from invrl.algorithms.loss_inputs import Denominators, Rows
 
 Aggregation = Callable[[Rows, Denominators, float], Tensor]
-"""The weight [R] of each row's tokens. The last argument is the setting
+"""Weight [R] of each row's tokens. The last argument is the setting
 `aggregation_constant`."""
 
 
@@ -29,35 +28,35 @@ def token_mean(rows: Rows, denominators: Denominators, constant: float) -> Tenso
 
 
 def sequence_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the rows of each row's mean: w = 1 / (rows x tokens of the row).
+    """The mean over rows of each row's mean: w = 1 / (rows x tokens of the row).
 
-    GRPO's (arXiv 2402.03300, eq. 3), with a row for a sequence.
+    GRPO's (arXiv 2402.03300, eq. 3), where a row is a sequence.
     """
     return 1.0 / (denominators.rows * rows.tokens_R)
 
 
 def rollout_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the rollouts of each rollout's mean: w = 1 / (rollouts x tokens of
-    the rollout).
+    """The mean over rollouts of each rollout's mean: w = 1 / (rollouts x tokens of the
+    rollout).
 
-    GRPO's too (arXiv 2402.03300, eq. 3). It differs from `sequence_mean` where a
-    rollout has several branches: such a rollout counts once.
+    Also GRPO's (arXiv 2402.03300, eq. 3). Unlike in `sequence_mean`, a rollout with
+    several trajectories counts once.
     """
     return 1.0 / (denominators.rollouts * rows.rollout_tokens_R)
 
 
 def group_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the groups of each group's mean: w = 1 / (groups x tokens of the
+    """The mean over groups of each group's mean: w = 1 / (groups x tokens of the
     group).
 
-    A task has the same weight, however long its rollouts are. DAPO's eq. 8 (arXiv
-    2503.14476) is such a mean within the expectation over prompts.
+    Every task has the same weight, however long its rollouts are. DAPO's eq. 8 (arXiv
+    2503.14476) takes this mean inside the expectation over prompts.
     """
     return 1.0 / (denominators.groups * rows.group_tokens_R)
 
 
 def constant(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the rollouts of each rollout's sum divided by a constant: w = 1 /
+    """The mean over rollouts of each rollout's sum divided by a constant: w = 1 /
     (rollouts x constant).
 
     Dr. GRPO's (arXiv 2503.20783, appendix with the code, where the constant is the

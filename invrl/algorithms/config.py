@@ -1,4 +1,4 @@
-"""The algorithm's axes as settings. Presets of them by name are in `presets.py`."""
+"""Settings of the algorithm's axes. Presets of them are in `presets.py`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,11 +23,11 @@ from invrl.types.section import (
 )
 
 Deviation = Literal["sample", "population"]
-"""The standard deviation of a group's rewards: squares divided by G - 1, or by G."""
+"""Standard deviation of a group's rewards: squares divided by G - 1, or by G."""
 WhitenedOver = Literal["none", "tokens", "rollouts"]
 RolloutUse = Literal["train", "baseline", "leave_out"]
-"""A rollout is trained; or only its reward counts, in the baseline of the others; or
-neither."""
+"""Use of a rollout: it is trained, only its reward counts in the baseline of the
+others, or neither."""
 DEFAULT_PASS_AT_K = 4
 GROUP_RELATIVE = (
     "grpo",
@@ -39,13 +39,12 @@ GROUP_RELATIVE = (
 )
 """Advantages that are 0 in a group of one."""
 LINEAR = ("rloo", "dr_grpo", "raw")
-"""Advantages that are linear in the rewards of a group: that of a sum of rewards is the
-sum of theirs."""
+"""Advantages that are linear in the rewards of a group: the advantage of a sum is the
+sum of the advantages."""
 FROM_VALUES = ("gae",)
-"""Advantages that the trainer computes, from the rewards of tokens and a critic's
-values."""
+"""Advantages that the trainer computes from token rewards and a critic's values."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
-"""Advantages that are whitened over tokens if nothing else is set."""
+"""Advantages that are whitened over tokens by default."""
 
 
 class KlConfig(Section):
@@ -74,7 +73,7 @@ class KlConfig(Section):
 
 
 class EntropyConfig(Section):
-    """An entropy bonus: it is subtracted from the loss."""
+    """An entropy bonus, subtracted from the loss."""
 
     coefficient: NonNegativeFloat = Field(
         0.0, description="weight of the bonus; with a target, what it begins with"
@@ -101,7 +100,7 @@ class EntropyConfig(Section):
 
 
 class RejectionConfig(Section):
-    """Tokens that are left out of the policy's gradient: those whose old/rollout ratio is
+    """Tokens left out of the policy's gradient: those whose old/rollout ratio is
     outside of two bounds."""
 
     kind: Literal["token", "sequence", "geometric"] = Field(
@@ -148,7 +147,7 @@ class ReferenceConfig(Section):
 
 
 class LengthWeightsConfig(Section):
-    """A factor of the losses of a rollout's tokens by its length within its group: a
+    """A factor on the token losses of a rollout by its length within its group: a
     softmax of (1 + r z)^lambda with the standardized length z, times the group's size
     (lambda-GRPO)."""
 
@@ -170,7 +169,7 @@ class LengthWeightsConfig(Section):
 
 
 class CriticConfig(Section):
-    """A critic, whose values give the advantages (PPO): with this table the advantage is
+    """A critic whose values give the advantages (PPO): with this table the advantage is
     gae."""
 
     model_path: Text | None = Field(
@@ -234,15 +233,15 @@ class CriticConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _follow_the_policy(cls, values: Any) -> Any:
-        """The lambda of the returns follows that of the advantages."""
+        """Set the lambda of the returns to that of the advantages by default."""
         if isinstance(values, dict) and "gae_lambda" in values:
             return {"returns_lambda": values["gae_lambda"], **values}
         return values
 
 
 class TeacherConfig(Section):
-    """A teacher towards which the policy is trained: with this table the objective is
-    distillation. It is computed by the trainer, or asked at a server."""
+    """A teacher for the policy: with this table the objective is distillation. The
+    trainer computes it, or a server does."""
 
     model_path: Text | None = Field(
         None,
@@ -343,7 +342,7 @@ class RejectionGateConfig(Section):
 
 
 class DppoConfig(Section):
-    """The policy losses dppo_tv, dppo_kl, and both on the likeliest tokens."""
+    """The policy losses dppo_tv and dppo_kl, and both on the likeliest tokens."""
 
     threshold: PositiveFloat = Field(
         0.2,
@@ -385,8 +384,8 @@ class VespoConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The axes: advantage x ratio level x surrogate x off-policy correction x
-    aggregation x KL. Those that may be absent are tables of their own."""
+    """The axes: advantage x ratio level x policy loss x off-policy correction x
+    aggregation x KL. Optional ones are separate tables."""
 
     chosen_by: ClassVar[Mapping[str, Choice]] = {
         "dpo": Choice("objective", ("dpo",)),
@@ -585,14 +584,14 @@ class AlgorithmConfig(Section):
 
     @property
     def current_is_old(self) -> bool:
-        """Whether the current policy of every optimizer step is the old one, so that
+        """Whether current and old policy are equal in every optimizer step, so that
         nothing is computed for old."""
         return self.num_minibatches == 1 and self.old_logprobs == "recompute"
 
     @property
     def whitened_over(self) -> WhitenedOver:
-        """REINFORCE++ and GAE (as in TRL and verl) are whitened over tokens if nothing
-        else is set."""
+        """Axis of the whitening. REINFORCE++ and GAE (as in TRL and verl) are whitened
+        over tokens by default."""
         if self.advantage in WHITENED and self.advantage_whitening == "none":
             return "tokens"
         return self.advantage_whitening
@@ -616,8 +615,8 @@ class AlgorithmConfig(Section):
         return self.has_critic or self.kl_in_token_rewards
 
     def without_effect(self) -> list[str]:
-        """One sentence for each setting that cannot act together with the rest of these
-        settings."""
+        """Return one sentence for each setting that has no effect with the rest of
+        these settings."""
         sentences: list[str] = []
         if self.objective not in ("rl", "distillation"):
             return sentences
@@ -651,8 +650,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        """Puts the preset's values below those that were given, the choice beside its
-        table, and the table beside the choice that reads it."""
+        """Put the preset's values below the given ones, the choice next to its table,
+        and the table next to the choice that reads it."""
         if not isinstance(values, dict):
             return values
         given = set(values)
@@ -663,7 +662,7 @@ class AlgorithmConfig(Section):
 
 
 def over_preset(values: Mapping[str, object]) -> dict[str, object]:
-    """The settings of [algorithm] over those of the preset that they name."""
+    """Merge the settings of [algorithm] over those of the preset that they name."""
     preset = PRESETS.get(str(values.get("algorithm_preset")), {})
     over = {**preset, **values}
     for name, below in preset.items():

@@ -1,15 +1,14 @@
-"""Off-policy correction: the weight of a token's loss, because the engine did not
-sample from the old policy.
+"""Off-policy correction: weights of token losses, because the engine did not sample
+from the old policy.
 
-The engine (the rollout policy) differs from the old policy of the trainer by other
-kernels, another precision or an older weight version. Two settings make the weight,
-each at a level of its own:
+The engine (the rollout policy) differs from the trainer's old policy in kernels,
+precision or weight version. Two settings make the weight, each at its own level:
 
     w_t = clamp(ratio, correction_floor, correction_cap) * 1[low <= ratio' <=
     high]
 
-The levels of a ratio old/rollout: `token` is the token's; `sequence` the product over
-the row's trained tokens; `geometric` the geometric mean over them. For example
+Levels of the ratio old/rollout: `token` is the token's; `sequence` the product over the
+row's trained tokens; `geometric` their geometric mean. For example
 
 | published as | `correction` | `rejection` |
 |---|---|---|
@@ -25,8 +24,7 @@ verl takes it out of them where old log-probs are recomputed. The KL term and th
 entropy bonus of a rejected token stay. A weight is never divided by the mean weight of
 the batch.
 
-RSPO's weight for routers that have moved is of the ratio current/old, so it is not here
-(`router_shift.py`).
+RSPO's weight for moved routers belongs to the ratio current/old (`router_shift.py`).
 """
 
 from __future__ import annotations
@@ -52,22 +50,20 @@ class Correction:
     """bool [N]: whether a bound (`correction_cap`, `correction_floor`) changed the
     weight."""
     rejected_N: Tensor
-    """bool [N]."""
 
 
 def token_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """[N] -> [N]: what it is."""
+    """Return the log-ratios unchanged: [N] -> [N]."""
     return log_ratio_N
 
 
 def sequence_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """[N] -> [N]: the sum over the token's row, which is the logarithm of the product
-    of ratios."""
+    """Sum over the token's row, the logarithm of the product of ratios: [N] -> [N]."""
     return rows.spread(rows.sum(log_ratio_N))
 
 
 def geometric_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """[N] -> [N]: the mean over the token's row."""
+    """Mean over the token's row: [N] -> [N]."""
     return rows.spread(rows.mean(log_ratio_N))
 
 
@@ -81,16 +77,16 @@ CORRECTIONS = {
     "sequence_truncated": "sequence",
     "geometric_truncated": "geometric",
 }
-"""The level of each correction but `none`."""
+"""Level of each correction except `none`."""
 
 
 def correct(
     old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfig
 ) -> Correction:
-    """The weight in the module's docstring, from log-probs [N], [N].
+    """Return the weight in the module's docstring, from log-probs [N], [N].
 
-    Truncated importance sampling is Ionides 2008; against the mismatch of sampler and
-    trainer it was proposed by Yao et al. 2025, "Your efficient RL framework secretly
+    Truncated importance sampling is Ionides 2008; Yao et al. 2025 proposed it against
+    the mismatch of sampler and trainer, "Your efficient RL framework secretly
     brings you off-policy RL training". Logarithms of ratios are clamped at
     `ratios.LOG_RATIO_BOUND` at their level, as in verl.
     """

@@ -1,5 +1,5 @@
-"""How the rewards of a batch become the advantages of its tokens: the settings, as the
-buffer's pure code reads them."""
+"""Rules that turn the rewards of a batch into the advantages of its tokens: the
+settings, as the buffer's pure code reads them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +9,7 @@ from invrl.algorithms.reward_shaping import Shaping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRules:
-    """The defaults are: rewards as they were given, compared within groups, every
+    """Credit assignment. Defaults: rewards as given, compared within groups, every
     rollout trained."""
 
     shaping: Shaping = field(default_factory=Shaping)
@@ -17,22 +17,21 @@ class CreditRules:
     truncated_rollouts: RolloutUse = "train"
     over_batch: bool = False
     """Whether a reward is compared with those of the whole batch instead of its
-    group's."""
+    group."""
     whitening: WhitenedOver = "none"
     std_floor: float = 0.0
-    """Of the whitening."""
+    """Lower bound of the whitening's deviation."""
     discount: float = 1.0
-    """Per turn, where rewards are added up over turns."""
+    """Discount per turn, where rewards are summed over turns."""
     token_level: bool = False
-    """Whether the trainer computes the advantages, from rewards that are placed on
-    tokens."""
+    """Whether the trainer computes the advantages from token rewards."""
     reward_columns: tuple[str, ...] = ()
     solved_reward: float | None = None
-    """Final reward from which a row has the number `solved` of 1, else 0; None: rows
+    """Final reward from which a sample's number `solved` is 1, else 0; None: samples
     have no such number."""
 
     def use_of(self, *, failed: bool, truncated: bool) -> RolloutUse:
-        """The more restrictive rule of those that apply to a rollout."""
+        """Return the most restrictive rule that applies to a rollout."""
         uses: set[RolloutUse] = {"train"}
         if failed:
             uses.add(self.failed_rollouts)
@@ -49,8 +48,9 @@ PLAIN_RULES = CreditRules()
 def credit_rules(
     config: AlgorithmConfig, max_new_tokens: int, *, success_reward: float = 1.0
 ) -> CreditRules:
-    """max_new_tokens: of one turn; the length of an overlong rollout where no other is
-    set. success_reward: final reward from which a rollout counts as solved."""
+    """Build the rules from the settings. `max_new_tokens` of one turn is the default
+    length of an overlong rollout; `success_reward` is the final reward from which a
+    rollout counts as solved."""
     shaping = Shaping(length_penalty=config.length_penalty)
     if config.overlong is not None:
         shaping = replace(

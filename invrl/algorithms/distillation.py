@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores every token that the student has sampled."""
+"""On-policy distillation: a teacher scores every token that the student sampled."""
 
 from dataclasses import replace
 
@@ -11,21 +11,20 @@ from invrl.errors import TrainError
 
 
 def distillation_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
-    """The policy loss (`losses.py`), with its ratio, surrogate, correction, aggregation
-    and KL, for
+    """The loss of `losses.py`, with its ratio, policy loss, correction, aggregation and
+    KL, for
 
         A_t = log teacher(token_t) - log old(token_t)
 
     Its expectation over the student's tokens is minus the reverse KL(old || teacher) at
-    that place, so this is the policy gradient of the reverse KL from one sample, each
-    token for itself: a token has no credit for later ones (discount 0). Rewards are not
-    read.
+    that position, so this is the policy gradient of the reverse KL from one sample. A
+    token gets no credit for later ones (discount 0). Rewards are not read.
 
     Thinking Machines Lab, "On-Policy Distillation" (2025), in the form of their
     training loop; the on-policy reverse KL of GKD (arXiv 2306.13649, with lambda = 1
     and beta = 1) and MiniLLM (arXiv 2306.08543). GKD sums over the vocabulary instead
     of taking the sampled token; MiniLLM also adds the reverse KL of later tokens, and
-    length normalisation. Teacher and student are at the temperature of the rollout.
+    length normalisation. Teacher and student use the temperature of the rollout.
 
     Raises TrainError without the column `teacher`.
     """

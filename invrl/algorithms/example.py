@@ -1,7 +1,7 @@
-"""A small example on which a user's surrogate or objective is tried before any process
-starts.
+"""A small example on which a user's policy loss or objective is tried before any
+process starts.
 
-Imported only where there is such a function: it needs torch.
+Imported only for such a function: it needs torch.
 """
 
 import torch
@@ -25,12 +25,12 @@ _TOKENS_OF_ROWS = (5, 3, 1)
 
 
 def try_surrogate(config: AlgorithmConfig) -> None:
-    """Calls a user's policy loss once, with three rows of random numbers, and computes
+    """Call a user's policy loss once, with three rows of random numbers, and compute
     its gradient.
 
-    Raises PluginError where it raises an exception, returns the wrong shape, a number
-    that is not finite, or what has no gradient or none that is finite. A KeyError is
-    let pass, because the example has none of the run's own columns.
+    Raises PluginError if it raises an exception, or returns the wrong shape, a number
+    that is not finite, or a loss without a finite gradient. A KeyError passes, because
+    the example lacks the run's own columns.
     """
     name = config.policy_loss
     surrogate = surrogate_function(name)
@@ -71,12 +71,11 @@ def try_surrogate(config: AlgorithmConfig) -> None:
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Calls a user's objective once, with three rows of random numbers, and computes
-    its gradient. One that compares rows is not called: its `couple` needs the run's own
-    groups.
+    """Call a user's objective once, with three rows of random numbers, and compute its
+    gradient. An objective that compares rows is not called: its `couple` needs the
+    run's groups.
 
-    Raises PluginError as `try_surrogate`, and where it returns something else than a
-    loss.
+    Raises PluginError like `try_surrogate`, and if it does not return a loss.
     """
     name = config.objective
     if is_built_in(name) or needs_of(config).row_table:
@@ -119,9 +118,8 @@ def try_objective(config: AlgorithmConfig) -> None:
 def example_inputs(
     *, with_top: bool = False, with_router_shift: bool = False
 ) -> LossInputs:
-    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative
-    advantages, and one of 0. `with_top`: the likeliest tokens in the place of each,
-    too."""
+    """Make rows of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
+    and zero advantages. `with_top` adds the likeliest tokens at each position."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
 
@@ -167,8 +165,8 @@ def example_inputs(
 
 
 def _example_top(num_tokens: int, generator: torch.Generator) -> TopTokens:
-    """The 3 likeliest of 10 tokens, the first of which is the trained one. In the place
-    of the first trained token only one is possible."""
+    """Return the 3 likeliest of 10 tokens, the first of which is the trained one. At
+    the first trained token only one is possible."""
     logits_NV = torch.randn(num_tokens, 10, generator=generator)
     logits_NV[0, 1:] = -torch.inf
     rollout_NK, ids_NK = logits_NV.log_softmax(dim=1).topk(3, dim=1)

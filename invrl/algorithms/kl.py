@@ -24,24 +24,24 @@ from invrl.algorithms.ratios import clamp_log_ratio, token_ratio
 
 
 def k1(policy_N: Tensor, other_N: Tensor) -> Tensor:
-    """Estimates KL(policy || other) per token, in nats, from samples of `policy`: [N],
+    """Estimate KL(policy || other) per token, in nats, from samples of `policy`: [N],
     [N] -> [N].
 
         k1 = d
 
-    Its gradient as a term of the loss is 0 in expectation; in the reward it is the
-    right one (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+    Its gradient as a term of the loss is 0 in expectation; it belongs in the reward
+    (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
     """
     return clamp_log_ratio(policy_N - other_N)
 
 
 def k2(policy_N: Tensor, other_N: Tensor) -> Tensor:
-    """As `k1`: k2 = d^2 / 2. Biased, with the gradient of the divergence."""
+    """Like `k1`, with k2 = d^2 / 2. Biased, with the gradient of the divergence."""
     return 0.5 * clamp_log_ratio(policy_N - other_N) ** 2
 
 
 def k3(policy_N: Tensor, other_N: Tensor) -> Tensor:
-    """Estimates KL(policy || other) per token, in nats, from samples of `policy`: [N],
+    """Estimate KL(policy || other) per token, in nats, from samples of `policy`: [N],
     [N] -> [N].
 
         k3 = exp(d) - d - 1,    d = other - policy
@@ -78,7 +78,7 @@ UNBIASED = "unbiased"
 
 
 def estimate(name: str, policy_N: Tensor, other_N: Tensor, sampled_N: Tensor) -> Tensor:
-    """The estimator of that name: one of `ESTIMATORS`, or `unbiased`. [N] each ->
+    """Apply the estimator of that name: one of `ESTIMATORS`, or `unbiased`. [N] each ->
     [N]."""
     if name == UNBIASED:
         return unbiased_k3(policy_N, other_N, sampled_N)
@@ -86,8 +86,8 @@ def estimate(name: str, policy_N: Tensor, other_N: Tensor, sampled_N: Tensor) ->
 
 
 def to_go(values_N: Tensor, rows: Rows) -> Tensor:
-    """For each token the sum from it to the end of its row: [N] -> [N]. Summed in
-    float64, because sums of whole rows are subtracted from each other."""
+    """Sum from each token to the end of its row: [N] -> [N]. In float64, because sums
+    of whole rows are subtracted from each other."""
     running_N = values_N.double().cumsum(0)
     end_R = running_N[rows.tokens_R.long().cumsum(0) - 1]
     return (rows.spread(end_R) - running_N + values_N.double()).to(values_N.dtype)

@@ -1,8 +1,7 @@
-"""How much the tokens of a rollout count, by how long it is within its group: the
-weights of lambda-GRPO.
+"""Weights of token losses by the length of a rollout within its group (lambda-GRPO).
 
 A factor on top of the aggregation, with one exponent, lambda, for the whole run, which
-may be learned. Pure NumPy, in float64, so every rank computes the same numbers.
+may be learned. Pure NumPy in float64, so every rank computes the same numbers.
 """
 
 from collections.abc import Mapping
@@ -13,23 +12,23 @@ from numpy.typing import NDArray
 from invrl.types.batches import TrainedCounts
 
 LENGTH_WEIGHT = "length_weight"
-"""The number of a row that its tokens' losses are multiplied by."""
+"""Number of a sample that multiplies its token losses."""
 LENGTH_SLOPE = "length_slope"
-"""The derivative of that number with respect to lambda."""
+"""Derivative of that number with respect to lambda."""
 LAMBDA_GRADIENT = "length_lambda_gradient"
-"""The metric of a micro-batch that is its part of dL/dlambda."""
+"""Metric of a micro-batch: its part of dL/dlambda."""
 _EPS = 1e-8
 """Added to the deviation of the lengths."""
 _SMALLEST_BASE = 1e-6
-"""In the place of an h_i that is not above 0, whose power would not be a number."""
+"""Replaces an h_i that is not above 0, whose power would not be a number."""
 _LARGEST_LOG_POWER = 50.0
-"""Of h_i^lambda. Above it the softmax has long been 1 for one rollout and 0 for the
+"""Bound of h_i^lambda. Above it the softmax is 1 for one rollout and 0 for the
 others."""
 
 
 def largest_scale(group_size: int) -> float:
-    """The r from which on a rollout of such a group may have an h_i of 0: sqrt(G) / (G
-    - 1), because no z_i is below -(G - 1) / sqrt(G). `group_size` is 2 or more."""
+    """Smallest r at which a rollout of such a group may have h_i = 0: sqrt(G) / (G -
+    1), because no z_i is below -(G - 1) / sqrt(G). `group_size` is 2 or more."""
     return float(np.sqrt(group_size)) / (group_size - 1)
 
 
@@ -66,12 +65,11 @@ def weights_of_group(
 def length_numbers(
     trained: TrainedCounts, *, exponent: float, scale: float
 ) -> Mapping[str, Mapping[str, float]]:
-    """By the id of each rollout of a mini-batch that has a trained token: the numbers
-    `LENGTH_WEIGHT` and `LENGTH_SLOPE` of its rows.
+    """Return the numbers `LENGTH_WEIGHT` and `LENGTH_SLOPE` of the samples of each
+    rollout with a trained token, by rollout id.
 
-    A rollout counts once, with the trained tokens of all its rows, and one without a
-    trained token does not count. A mini-batch holds whole groups, so `trained` is all
-    that is needed, on whatever ranks rows are.
+    A rollout counts once, with the trained tokens of all its samples. A mini-batch
+    holds whole groups, so `trained` suffices, whatever ranks the samples are on.
     """
     rollouts_of_group: dict[str, list[str]] = {}
     for rollout_id, group_id in trained.group_of_rollout.items():

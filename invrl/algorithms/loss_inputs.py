@@ -1,10 +1,11 @@
-"""What a loss is computed from: the trained tokens of one micro-batch, the rows that
-they belong to, and the denominators of the whole mini-batch.
+"""Inputs of a loss: the trained tokens of one micro-batch, their rows, and the
+denominators of the whole mini-batch.
 
-Axes: N tokens, R rows. A row is a branch of a rollout. Invariant: all trained tokens of
-a row are in one micro-batch, on every context-parallel rank, so a sum over a row is
-whole wherever it is computed. A rollout may have several rows, in several micro-batches
-and on several ranks; what is known of the whole rollout comes with its rows.
+Axes: N tokens, R rows. A row is a training sample: one trajectory of a rollout.
+Invariant: all trained tokens of a row are in one micro-batch, on every context-parallel
+rank, so a sum over a row is complete wherever it is computed. A rollout may have
+several rows, in several micro-batches and on several ranks; numbers of the whole
+rollout come with each of its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +22,15 @@ from invrl.types.metrics import Max, Mean, Metric, Sum
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Denominators:
-    """What a mini-batch trains, over all micro-batches and ranks. Without what has no
-    trained token."""
+    """Counts of a mini-batch's trained parts, over all micro-batches and ranks. Parts
+    without a trained token do not count."""
 
     tokens: float
     rows: float
     rollouts: float
     groups: float
     solved_tokens: float = 0.0
-    """Of rows whose number `solved` is 1."""
+    """Tokens of rows whose number `solved` is 1."""
 
     @staticmethod
     def of(trained: TrainedCounts) -> "Denominators":
@@ -44,7 +45,7 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of a micro-batch, and to which of them each token belongs."""
+    """The rows of a micro-batch, and the row of each token."""
 
     row_N: Tensor
     """int64 [N]: index of the token's row, 0 to R - 1, ascending."""
@@ -57,8 +58,8 @@ class Rows:
 
     @staticmethod
     def each_a_rollout(row_N: Tensor) -> "Rows":
-        """Rows that are a rollout and a group each. `row_N`: as the field; every row
-        has a token."""
+        """Return rows that are one rollout and one group each. Every row in `row_N` has
+        a token."""
         num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
         tokens_R = torch.bincount(row_N, minlength=num_rows).float()
         return Rows(
@@ -69,37 +70,37 @@ class Rows:
         )
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """Over the tokens of each row: [N] -> [R]."""
+        """Sum over the tokens of each row: [N] -> [R]."""
         zeros_R = torch.zeros_like(self.tokens_R, dtype=values_N.dtype)
         return zeros_R.index_add(0, self.row_N, values_N)
 
     def mean(self, values_N: Tensor) -> Tensor:
-        """Over the tokens of each row: [N] -> [R]."""
+        """Mean over the tokens of each row: [N] -> [R]."""
         return self.sum(values_N) / self.tokens_R
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """The value of each token's row: [R] -> [N]."""
+        """Return the value of each token's row: [R] -> [N]."""
         return values_R[self.row_N]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopTokens:
-    """The K tokens that the policy which sampled held likeliest in the place of each
-    trained token, the likeliest first: [N, K] each. Log-probs are as in `LossInputs`;
-    minus infinity where there is no such token."""
+    """The K likeliest tokens of the sampling policy at each trained token, the
+    likeliest first: [N, K] each. Log-probs are as in `LossInputs`; minus infinity where
+    there is no token."""
 
     current_NK: Tensor
-    """Under the current policy, with their gradient."""
+    """Under the current policy, with gradient."""
     rollout_NK: Tensor
-    """Under the policy that sampled, as the engine returned them."""
+    """Under the sampling policy, as the engine returned them."""
     ids_NK: Tensor
-    """int64; -1 where there is no such token."""
+    """int64; -1 where there is no token."""
     is_sampled_NK: Tensor
-    """bool: this is the trained token itself, which need not be among them."""
+    """bool: the trained token itself, which may be missing here."""
 
     @property
     def is_token_NK(self) -> Tensor:
-        """bool: there is such a token."""
+        """bool: whether there is a token."""
         return self.ids_NK >= 0
 
 
@@ -109,9 +110,9 @@ class LossInputs:
     0. Log-probs are in nats at the sampling temperature."""
 
     current_N: Tensor
-    """Log-probs under the current policy, with their gradient."""
+    """Log-probs under the current policy, with gradient."""
     entropy_N: Tensor | None
-    """Entropy of the current distribution in nats, with its gradient."""
+    """Entropy of the current distribution in nats, with gradient."""
     rows: Rows
     denominators: Denominators
     old_N: Tensor | None
@@ -125,17 +126,16 @@ class LossInputs:
     """The critic's values before the batch's first optimizer step; None: the objective
     needs no critic."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """More numbers of each token, by name: those of `TrainSample.columns`."""
+    """Further numbers of each token by name, from `TrainSample.columns`."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """More numbers of each row, by name, float32 [R] each: those of
+    """Further numbers of each row by name, float32 [R] each, from
     `TrainSample.numbers`."""
     after_update_N: Tensor | None = None
-    """Whether the old policy sampled a token in a turn that older weights began; only
-    for the metrics."""
+    """Whether the old policy sampled a token in a turn that older weights began. Used
+    only for metrics."""
     top: TopTokens | None = None
-    """None: the objective does not need them."""
     router_shift_N: Tensor | None = None
-    """How far the routers have moved from the old policy where each token is predicted
+    """Distance of the routers from the old policy where each token is predicted
     (`router_shift.py`), >= 0, without gradient. None: old is the current policy, or the
     objective does not need it."""
 
@@ -166,9 +166,9 @@ class LossInputs:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutputs:
     loss: Tensor
-    """A scalar to call backward on. Those of all micro-batches and ranks are added."""
+    """Scalar to call backward on. Losses of all micro-batches and ranks are added."""
     metrics: Mapping[str, Metric]
-    """To be merged over micro-batches, ranks and steps."""
+    """Merged over micro-batches, ranks and steps."""
 
 
 def token_metrics(
@@ -176,7 +176,7 @@ def token_metrics(
     maxima: Mapping[str, Tensor],
     sums: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Mapping[str, Metric]:
-    """Means and maxima over the tokens, [N] each, and sums over whatever has them.
+    """Return means and maxima over the tokens, [N] each, and sums.
 
     Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to
     the host in one transfer, when one of them is first read: until then the host does

@@ -1,29 +1,29 @@
-"""The policy loss of one micro-batch: here the axes meet.
+"""The loss of one micro-batch, where the axes meet.
 
-There are three policies: *rollout* (the one with which the engine sampled), *old* (the
-proximal policy) and *current* (the one with a gradient). The surrogate bounds
-current/old, the correction weighs old/rollout:
+There are three policies: *rollout* (the engine sampled from it), *old* (the proximal
+policy) and *current* (the one with a gradient). The policy loss bounds current/old, the
+correction weighs old/rollout:
 
-    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl.coefficient * KL(current_t,
+    loss = sum_t a_t [ w_t * policy_loss(r_t, A_t) + kl.coefficient * KL(current_t,
     reference_t) - entropy.coefficient * H_t ]
 
     r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
-    surrogate                       surrogates.py
+    policy_loss                     surrogates.py
     w_t from old_t / rollout_t      corrections.py
     KL                              kl.py, at most kl.clamp
     H_t                             the entropy of the current distribution
     a_t                             aggregation.py, times length_weights.py where it is set
     A_t                             advantages.py, computed when the batch is taken
 
-With `solved_nll_coef` the likelihood of rollouts that solved their task is added
+`solved_nll_coef` adds the likelihood of rollouts that solved their task
 (`_solved_nll`).
 
-With `kl.added_to` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in
-the rewards that A_t is estimated from), and with `rollout_reward` in the rewards that
-A_t is compared from.
+With `kl.added_to` reward the KL term is in A_t instead (`_with_kl_penalty`; with a
+critic, in the rewards that A_t is estimated from), and with `rollout_reward` in the
+rewards that are compared.
 
 No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`),
-the KL term is bounded by `kl.clamp`, and the surrogate `clip` has a dual clip.
+the KL term is bounded by `kl.clamp`, and the policy loss `clip` has a dual clip.
 
 Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not
 depend on how the rows were split.
@@ -56,14 +56,13 @@ def policy_loss(
     *,
     more_means: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LossOutputs:
-    """The loss in the module's docstring. `more_means`: numbers [N] whose means are
-    metrics, too.
+    """Compute the loss in the module's docstring. `more_means` are numbers [N] whose
+    means become metrics.
 
-    Raises ValueError for a KL without reference log-probs, an entropy bonus
-    without entropies, a router_shift_floor without the routers' shift, a
-    solved_nll_coef for rows that do not say whether they solved their task, and
-    length weights for rows without theirs; PluginError for a surrogate that
-    cannot be loaded or trained.
+    Raises ValueError for a KL without reference log-probs, an entropy bonus without
+    entropies, a router_shift_floor without router shifts, a solved_nll_coef for rows
+    without the number `solved`, and length weights for rows without theirs; PluginError
+    for a policy loss that cannot be loaded or trained.
     """
     kl = config.kl
     entropy = config.entropy
@@ -126,12 +125,12 @@ def policy_loss(
 def _weighted_by_length(
     weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The aggregation's weights [R] times those of the rollouts' lengths f, and the
-    micro-batch's part of
+    """Return the aggregation's weights [R] times the rollouts' length weights f, and
+    the micro-batch's part of
 
         dL/dlambda = sum_t a_t l_t df_t/dlambda
 
-    of which nothing but f depends on lambda. All terms of a token's loss are weighted.
+    in which only f depends on lambda. All terms of a token's loss are weighted.
     """
     if not len(weight_R):
         return weight_R, {}
@@ -146,12 +145,12 @@ def _weighted_by_length(
 
 def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all
-    rollouts of the mini-batch that solved their task, of which this is the
+    rollouts of the mini-batch that solved their task, of which this returns the
     micro-batch's part.
 
         -sum_{i solved} sum_t log p_it / sum_{i solved} |o_i|
 
-    Neither the correction nor a clip acts on it. It is 0 where nothing was solved.
+    Neither the correction nor a clip acts on it. It is 0 if nothing was solved.
     """
     if not len(inputs.rows.tokens_R):
         return inputs.current_N.sum(), {}
@@ -166,13 +165,12 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _kl_term(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
-    """The term of the loss or of the reward: `_divergence` within the clamp."""
+    """Return the KL term of the loss or the reward: `_divergence` within the clamp."""
     bound = kl.clamp or math.inf
     return _divergence(inputs, policy_N, kl).clamp(-bound, bound)
 
 
 def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
-    """The estimate of KL(policy || reference) of each token [N]."""
     assert inputs.reference_N is not None
     return estimate(
         kl.estimator,
@@ -183,15 +181,15 @@ def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
 
 
 def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
-    """Advantages [N] with the KL term as a reward of each token:
+    """Return the advantages [N] with the KL term as a token reward:
 
         A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
 
-    The sum is over the row's trained tokens, without discount; nothing in it has a
-    gradient (Ziegler et al. 2019, arXiv 1909.08593, section 2.2, and PPO for language
-    models since). verl subtracts the same penalty of the same policy from the rewards
-    before they become advantages, so there it also enters the baseline and the division
-    by a deviation; here it does not.
+    The sum is over the row's trained tokens, without discount or gradient (Ziegler et
+    al. 2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl
+    subtracts the same penalty of the same policy from the rewards before they become
+    advantages, so there it also enters the baseline and the division by a deviation;
+    here it does not.
     """
     penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
     return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
@@ -207,7 +205,7 @@ def _metrics(
     maxima: dict[str, Tensor],
     sums: dict[str, Tensor],
 ) -> Mapping[str, Metric]:
-    """Those of the axes besides `means`, `maxima` and `sums`."""
+    """Return the metrics of the axes in addition to `means`, `maxima` and `sums`."""
     rollout_N = inputs.rollout_N
     gap_N = (old_N - rollout_N).abs()
     means = {

@@ -1,7 +1,7 @@
-"""Rows with the prompt of one row and the answer of another: what KTO estimates its
-reference point from.
+"""Samples with the prompt of one sample and the reply of another, from which KTO
+estimates its reference point.
 
-Pure NumPy. A row's answer begins at its first trained token.
+Pure NumPy. A reply begins at the first trained token.
 """
 
 from dataclasses import replace
@@ -12,19 +12,19 @@ from invrl.errors import TrainError
 from invrl.types.batches import TrainBatch, TrainSample
 
 MISMATCHED = "mismatched"
-"""The number of a row that says which it is: 1 or 0."""
+"""Number of a sample: 1 if it is mismatched, else 0."""
 
 
 def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
-    """The batch, with one more row for each row that trains something: its prompt, and
-    the answer of the next such row (the last one gets the first's).
+    """Add a mismatched sample for each trained one: its prompt, with the reply of the
+    next (the last one gets the first's).
 
     KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m),
     over the whole batch; TRL pairs within the rows that one process tokenizes together.
-    A mismatched row is in the group of its prompt, so that it comes into the same
-    mini-batch; answers are cut where a row would have more than `max_tokens` (0: no
-    limit). A batch that trains nothing stays as it is. Raises TrainError for a single
-    row: its own answer is no other answer.
+    A mismatched sample is in the group of its prompt, so that it comes into the same
+    mini-batch; replies are cut where a sample would exceed `max_tokens` (0: no limit).
+    A batch that trains nothing is returned unchanged. Raises TrainError for a single
+    sample, which has no other reply.
     """
     trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
     if not trained:
@@ -49,7 +49,8 @@ def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
 def _mismatched(
     sample: TrainSample, other: TrainSample, max_tokens: int
 ) -> TrainSample:
-    """The prompt of `sample`, the answer of `other`. Its rollout has no other row."""
+    """Return the prompt of `sample` with the reply of `other`, as the only sample of
+    its rollout."""
     prompt_T = sample.tokens_T[: _answer_start(sample)]
     answer_start = _answer_start(other)
     tokens_T = np.concatenate([prompt_T, other.tokens_T[answer_start:]])

@@ -1,10 +1,9 @@
-"""Objectives by name: what a training step minimizes, and what it must compute for
-that.
+"""Objectives by name: what a training step minimizes, and its inputs.
 
 An objective is a function of the trained tokens of one micro-batch (`LossInputs`) that
-returns a loss and metrics. `Needs` says which of its inputs cost a pass of a model; the
-step computes those and no others. The driver asks for the needs before anything starts,
-so torch is imported only where an objective is built.
+returns a loss and metrics. `Needs` says which of its inputs cost a model pass; the step
+computes only those. The driver asks for the needs before anything starts, so torch is
+imported only where an objective is built.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ if TYPE_CHECKING:
     from invrl.algorithms.row_table import RowTable
 
 Coupling = Callable[["RowTable"], Mapping[str, "NDArray[np.float64]"]]
-"""From all rows of a mini-batch to more numbers for each of them, [M] by name."""
+"""Maps all rows of a mini-batch to further numbers of each, [M] by name."""
 
 POLICY_GRADIENT = "rl"
 DISTILLATION = "distillation"
 ON_PAIRS = ("dpo", "ipo", "orpo", "simpo")
 ON_ROLLOUTS = (POLICY_GRADIENT, DISTILLATION)
-"""Those that train on what the policy itself has sampled."""
+"""Objectives that train on the policy's own samples."""
 ON_FILES = ("sft", *ON_PAIRS, "kto")
-"""Those that train on rows that are given."""
+"""Objectives that train on given samples."""
 TEACHER_COLUMN = "teacher"
-"""The column of rows with the log-probs of their tokens under the teacher, in nats."""
+"""Column with the log-probs of a sample's tokens under the teacher, in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an objective reads that costs a pass of a model.
+    """Inputs of an objective that cost a model pass.
 
-    A user's objective has them as its attribute `needs`; one without that attribute
+    A user's objective has them as its attribute `needs`; without that attribute it
     needs nothing.
     """
 
@@ -53,21 +52,22 @@ class Needs:
     reference: bool = False
     """Log-probs under the frozen reference."""
     values: bool = False
-    """A critic's values of the tokens. The critic is then trained beside the policy."""
+    """A critic's values of the tokens. The critic is then trained together with the
+    policy."""
     row_table: bool = False
-    """The sums of all rows of a mini-batch under the current policy (`row_table.py`).
-    The objective then has a method `couple`."""
+    """Sums of all rows of a mini-batch under the current policy (`row_table.py`). The
+    objective then has a method `couple`."""
     teacher: bool = False
     """Log-probs under the teacher, as the column `teacher`."""
     top_logprobs: bool = False
-    """Log-probs of the likeliest tokens beside each trained one, which the run records
+    """Log-probs of the likeliest tokens at each trained one, recorded by the run
     (`--rollout-top-logprobs`): `LossInputs.top`."""
     router_shift: bool = False
-    """How far the routers of experts have moved from the old policy
-    (`router_shift.py`): `LossInputs.router_shift_N`. It needs `old`, a model with
-    experts and one pipeline stage."""
+    """Shift of the expert routers from the old policy (`router_shift.py`):
+    `LossInputs.router_shift_N`. Requires `old`, a model with experts and one pipeline
+    stage."""
     mismatched_rows: bool = False
-    """Beside each row one with its prompt and another row's answer
+    """Additional samples, each with one sample's prompt and another's reply
     (`mismatched_rows.py`)."""
 
 
@@ -79,8 +79,9 @@ def is_built_in(name: str) -> bool:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Raises PluginError for a user's objective that cannot be loaded, whose needs are
-    something else, or which does not name the values that the advantage needs."""
+    """Return the needs of the objective. Raises PluginError for a user's objective that
+    cannot be loaded, whose needs have another type, or which does not name the values
+    that the advantage needs."""
     match config.objective:
         case "rl":
             return Needs(
@@ -117,7 +118,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:
-    """The built-in of that name with these settings, or the user's function at
+    """Return the built-in of that name with these settings, or the user's function at
     `module:name`. Raises PluginError."""
     if not is_built_in(config.objective):
         return load_plugin(config.objective, "objective", Objective)
@@ -138,8 +139,8 @@ def objective_of(config: AlgorithmConfig) -> Objective:
 
 
 def coupling_of(name: str, objective: Objective) -> Coupling:
-    """The method with which the objective compares rows. Raises PluginError without
-    one."""
+    """Return the method with which the objective compares rows. Raises PluginError
+    without one."""
     couple = getattr(objective, "couple", None)
     if callable(couple):
         return cast(Coupling, couple)
@@ -150,7 +151,7 @@ def coupling_of(name: str, objective: Objective) -> Coupling:
 
 
 def check_outputs(name: str, outputs: object) -> None:
-    """Raises PluginError unless a user's objective returned a loss that can be
+    """Raise PluginError unless a user's objective returned a loss that can be
     trained."""
     fix = "return LossOutputs(loss=a scalar computed from inputs.current_N, metrics={...})"
     loss = getattr(outputs, "loss", None)

@@ -1,6 +1,5 @@
-"""Losses of preferences, as functions of the log-prob sums of whole rows, and their
-slopes: the derivative of a loss with respect to the sum of a row's log-probs. Pure
-NumPy, float64.
+"""Preference losses as functions of the log-prob sums of whole rows, and their slopes:
+derivatives with respect to a row's sum of log-probs. Pure NumPy, float64.
 
 Axes: P pairs, M rows. A pair is a chosen and a rejected row. With s a row's sum of
 log-probs under the current policy, f the same under the frozen reference, T its trained
@@ -13,7 +12,7 @@ tokens, c the chosen and r the rejected row, and sigma the logistic function:
     kto     lambda_D (1 - sigma(beta (s - f - z))) if desirable,            arXiv 2402.01306, eq. 7, 8
             lambda_U (1 - sigma(beta (z - s + f))) otherwise
 
-The functions say where an implementation differs from its paper, and which we follow.
+Each function says where an implementation differs from its paper, and which we follow.
 """
 
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_MEAN_LOGPROB = -1e-7
-"""A higher one counts as this in the odds of `orpo`: float32 log-probs resolve no more,
-and at 0 the odds are infinite."""
+"""Upper bound of mean log-probs in the odds of `orpo`: float32 log-probs resolve no
+more, and at 0 the odds are infinite."""
 
 Values = NDArray[np.float64]
 
@@ -33,9 +32,8 @@ class RowSums:
     """Rows of one kind: float64, all of one shape."""
 
     current: Values
-    """Sums of log-probs in nats."""
     reference: Values
-    """The same under the frozen reference; 0 where the loss does not need it."""
+    """The same under the frozen reference; 0 if the loss does not need it."""
     tokens: Values
 
     @property
@@ -57,8 +55,8 @@ class PairLosses:
     chosen_slope_P: Values
     rejected_slope_P: Values
     chosen_reward_P: Values
-    """The implicit reward of the chosen row, whose difference to that of the rejected
-    one is the margin."""
+    """Implicit reward of the chosen row. Its difference to that of the rejected one is
+    the margin."""
     rejected_reward_P: Values
 
 
@@ -76,7 +74,7 @@ def dpo(
 ) -> PairLosses:
     """DPO (arXiv 2305.18290, eq. 7).
 
-    `label_smoothing` is the probability that a label is wrong, as in the authors' code
+    `label_smoothing` is the probability of a wrong label, as in the authors' code
     (conservative DPO): (1 - e) loss(margin) + e loss(-margin). TRL's loss `sigmoid` has
     none; its `robust` divides by 1 - 2e.
     """
@@ -143,7 +141,7 @@ def orpo(chosen: RowSums, rejected: RowSums, *, weight: float) -> PairLosses:
     log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
 
     TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch;
-    here it is the paper's mean over the answer, and a mean over pairs.
+    here it is the paper's mean over the reply, and a mean over pairs.
     """
     mean_c = np.minimum(chosen.mean, LARGEST_MEAN_LOGPROB)
     mean_r = np.minimum(rejected.mean, LARGEST_MEAN_LOGPROB)
@@ -166,8 +164,8 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> RowLosses:
-    """KTO (arXiv 2402.01306, eq. 7 and 8). `baseline`: z of `kto_baseline`; no gradient
-    goes through it."""
+    """KTO (arXiv 2402.01306, eq. 7 and 8). `baseline` is z of `kto_baseline`, without
+    gradient."""
     side_M = np.where(desirable_M, 1.0, -1.0)
     weight_M = np.where(desirable_M, desirable_weight, undesirable_weight)
     log_value_M = _log_sigmoid(side_M * beta * (rows.gap - baseline))
@@ -180,9 +178,9 @@ def kto(
 
 
 def kto_baseline(mismatched: RowSums) -> float:
-    """KTO's reference point z: the mean log-ratio of answers that belong to other
+    """KTO's reference point z: the mean log-ratio of replies that belong to other
     prompts, at least 0 (arXiv 2402.01306, section 4.1: an estimate of KL(policy ||
-    reference), in nats per answer).
+    reference), in nats per reply).
 
     The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is
     over all rows of the mini-batch, on all ranks. Raises ValueError without a row.
@@ -193,7 +191,7 @@ def kto_baseline(mismatched: RowSums) -> float:
 
 
 def _logistic(margin_P: Values, label_smoothing: float) -> tuple[Values, Values]:
-    """-log sigma(margin), with smoothed labels, and its derivative."""
+    """Return -log sigma(margin) with smoothed labels, and its derivative."""
     right_P = _log_sigmoid(margin_P)
     wrong_P = _log_sigmoid(-margin_P)
     loss_P = -(1 - label_smoothing) * right_P - label_smoothing * wrong_P
@@ -208,5 +206,5 @@ def _log_sigmoid(values: Values) -> Values:
 
 
 def _log_odds(mean_P: Values) -> Values:
-    """log(p / (1 - p)) of log p < 0."""
+    """Return log(p / (1 - p)) of log p < 0."""
     return mean_P - np.log(-np.expm1(mean_P))

@@ -1,14 +1,13 @@
 """Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single rows.
 
 A pair is the two rows of one group: the number `chosen` is 1.0 in one of them and 0.0
-in the other. A row for kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
+in the other. A row of kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
 rows of the mini-batch, on all ranks, and gives each row the slope of the mini-batch's
 loss with respect to its sum of log-probs. The loss of a row is then
 
     L_row + slope (s - s')        s' = s without its gradient
 
-so its value is the paper's, and its gradient at the current weights is exactly the
-paper's.
+so its value, and its gradient at the current weights, are exactly the paper's.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ class PairObjective:
         if not inputs.numbers:
             return _loss_of_nothing(inputs)
         chosen_R = inputs.numbers[CHOSEN] > 0.5
-        # that of a pair is with its chosen row, and so the loss
+        # a pair's margin, like its loss, is stored in its chosen row
         margin_R = inputs.numbers["margin"][chosen_R]
         means = {
             "loss": inputs.numbers["loss"][chosen_R],
@@ -52,7 +51,8 @@ class PairObjective:
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
-        """Raises TrainError for rows that are not pairs."""
+        """Compute slopes and metrics of the pairs. Raises TrainError for rows that are
+        not pairs."""
         pairs = pairs_of(table)
         losses = self._losses(
             _sums(table, pairs.chosen_P), _sums(table, pairs.rejected_P)
@@ -95,10 +95,10 @@ class PairObjective:
 
 @dataclass(frozen=True, slots=True)
 class KtoObjective:
-    """kto: the mean of its loss over the rows of a mini-batch that have a label.
+    """kto: the mean of its loss over the labelled rows of a mini-batch.
 
-    The reference point comes from further rows, each the prompt of one row and the
-    answer of the next (`mismatched_rows.py`). Those have slope 0 and do not count.
+    The reference point comes from further rows, each with the prompt of one row and the
+    reply of the next (`mismatched_rows.py`). They have slope 0 and do not count.
     """
 
     config: AlgorithmConfig
@@ -120,7 +120,8 @@ class KtoObjective:
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
-        """Raises TrainError for rows without a label, or without mismatched rows."""
+        """Compute slopes and metrics of the rows. Raises TrainError for rows without a
+        label, or without mismatched rows."""
         settings = self.config.kto
         assert settings is not None
         desirable_M = _labels(table, DESIRABLE) > 0.5
@@ -167,7 +168,7 @@ class Pairs:
         chosen_values_P: NDArray[np.float64],
         rejected_values_P: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """To the rows: [P], [P] -> [2 P]."""
+        """Assign the values to the rows: [P], [P] -> [2 P]."""
         values_M = np.empty(2 * len(self.chosen_P))
         values_M[self.chosen_P] = chosen_values_P
         values_M[self.rejected_P] = rejected_values_P
@@ -175,8 +176,8 @@ class Pairs:
 
 
 def pairs_of(table: RowTable) -> Pairs:
-    """Raises TrainError that names a group which is not one chosen and one rejected
-    row."""
+    """Find the pairs. Raises TrainError that names a group which is not one chosen and
+    one rejected row."""
     is_chosen_M = _labels(table, CHOSEN) > 0.5
     rows_by_group: dict[str, tuple[list[int], list[int]]] = {}
     for row, group_id in enumerate(table.group_ids):
@@ -197,7 +198,7 @@ def pairs_of(table: RowTable) -> Pairs:
 
 
 def _labels(table: RowTable, name: str) -> NDArray[np.float64]:
-    """A number that all rows have, 0 or 1. Raises TrainError."""
+    """Return a number that all rows have, 0 or 1. Raises TrainError."""
     if name not in table.numbers:
         raise TrainError(
             f"not every row has the number {name!r}: the objective needs rows with labels"
@@ -220,7 +221,7 @@ def _sums(table: RowTable, rows: NDArray[np.int64]) -> RowSums:
 
 
 def _coupled_loss(inputs: LossInputs) -> Tensor:
-    """The value that `couple` computed, with the slope that it computed."""
+    """Return the value that `couple` computed, with its slope."""
     numbers = inputs.numbers
     sums_R = inputs.rows.sum(inputs.current_N)
     return (
@@ -230,14 +231,15 @@ def _coupled_loss(inputs: LossInputs) -> Tensor:
 
 
 def _loss_of_nothing(inputs: LossInputs) -> LossOutputs:
-    """Of a micro-batch without rows."""
+    """Return the loss of a micro-batch without rows."""
     return LossOutputs(loss=inputs.current_N.sum(), metrics={})
 
 
 def _rewards_and_logprobs(
     inputs: LossInputs, rows_R: Tensor, side: str
 ) -> dict[str, Tensor]:
-    """Of the rows on one side: implicit rewards, and sums of log-probs in nats."""
+    """Return implicit rewards, and sums of log-probs in nats, of the rows on one
+    side."""
     sums_R = inputs.rows.sum(inputs.current_N.detach())
     return {
         f"reward_{side}": inputs.numbers["reward"][rows_R],

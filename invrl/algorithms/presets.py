@@ -1,7 +1,7 @@
-"""Presets of the algorithm's settings by name, with the papers that they follow.
+"""Presets of the algorithm's settings by name, with the papers they follow.
 
-A preset is only values of fields of `AlgorithmConfig`, and `False` for one that is
-absent: nothing else depends on its name.
+A preset consists of values of `AlgorithmConfig` fields, with `False` for an absent one:
+nothing else depends on its name.
 """
 
 from typing import Literal

@@ -1,8 +1,6 @@
-"""Importance ratios of one policy to another, at the level at which they are taken: the
-token or the row.
+"""Importance ratios of one policy to another, per token or per row.
 
-A row is a sequence: one branch of a rollout. Its tokens are those that are trained in
-it.
+A row is a sequence: the trained tokens of one sample.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ if TYPE_CHECKING:
 
 LOG_RATIO_BOUND = 20.0
 """Nats. A difference of log-probs is clamped to [-20, 20] before `exp`: float32
-overflows at 88.7, and one infinite term would cost the whole batch."""
+overflows at 88.7, and one infinite term would ruin the whole batch."""
 
 
 def clamp_log_ratio(difference_N: Tensor) -> Tensor:
-    """A difference of log-probs, made safe for `exp`: [N] -> [N]."""
+    """Clamp a difference of log-probs for `exp`: [N] -> [N]."""
     return difference_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 

@@ -1,7 +1,7 @@
-"""Reward shaping: what is added to a rollout's final reward before it becomes an
+"""Reward shaping: terms added to a rollout's final reward before it becomes an
 advantage.
 
-The recorded reward stays what the environment gave. Rewards of turns, branches and
+The recorded reward stays as the environment gave it. Rewards of turns, trajectories and
 child sessions are not shaped. Lengths are the tokens that a rollout sampled, over all
 its turns. Pure NumPy, float64.
 """
@@ -51,12 +51,13 @@ def length_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
-    """Which terms are added, with their weights."""
+    """Added terms with their weights."""
 
     overlong_length: int = 0
     """Tokens that a rollout may sample."""
     overlong_buffer: int = 0
-    """The last of these tokens, over which the punishment grows; 0: no punishment."""
+    """Number of the last of these tokens, over which the punishment grows; 0: no
+    punishment."""
     overlong_penalty: float = 1.0
     length_penalty: float = 0.0
     """Weight of `length_reward`; 0: none. An answer is correct if its reward is above
@@ -71,7 +72,7 @@ class Shaping:
     def terms(
         self, rewards_G: NDArray[np.float64], lengths_G: NDArray[np.integer]
     ) -> NDArray[np.float64]:
-        """What is added to each reward of a group: [G], G >= 1."""
+        """Return the terms added to each reward of a group: [G], G >= 1."""
         terms_G = np.zeros(len(rewards_G))
         if self.overlong_buffer:
             punishment_G = soft_overlong_punishment(

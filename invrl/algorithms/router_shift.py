@@ -1,5 +1,5 @@
-"""Router shift: how far the routers of experts have moved from the old policy, and a
-token's weight for it.
+"""Router shift: distance of the expert routers from the old policy, and the token
+weight computed from it.
 
 RSPO, "Towards Stable and Effective Reinforcement Learning for Mixture-of-Experts"
 (arXiv 2510.23027v2, eq. 5 to 9). For each token and each of the L layers with experts,
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def score_logprobs(logits_PE: Tensor, score: str) -> Tensor:
-    """Logarithms of the experts' shares of a token's scores: [P, E] -> [P, E], float32
-    at least.
+    """Return logarithms of the experts' shares of a token's scores: [P, E] -> [P, E],
+    float32 at least.
 
-    `score`: the router's function of its logits. A softmax is a share already. Of
-    sigmoid scores the paper says nothing: they are divided by their sum, which is ours.
+    `score` is the router's function of its logits. Softmax scores are shares already.
+    The paper does not cover sigmoid scores; dividing them by their sum is ours.
     """
     logits_PE = logits_PE.to(torch.promote_types(logits_PE.dtype, torch.float32))
     if score == "sigmoid":
@@ -42,15 +42,15 @@ def score_logprobs(logits_PE: Tensor, score: str) -> Tensor:
 
 
 def layer_shift(current_PK: Tensor, old_PK: Tensor) -> Tensor:
-    """The shift of one layer [P], from log-scores of the same experts under both
+    """Return the shift of one layer [P], from log-scores of the same experts under both
     policies."""
     return (current_PK - old_PK).abs().mean(-1)
 
 
 def log_weights(inputs: LossInputs, floor: float) -> Tensor:
-    """The logarithm of each token's weight, detached: [N], between log(floor) and 0. 0
-    where old is the current policy. Raises ValueError for old log-probs without the
-    shift of their routers."""
+    """Return the logarithm of each token's weight, detached: [N], between log(floor)
+    and 0. 0 where old is the current policy. Raises ValueError for old log-probs
+    without router shifts."""
     shift_N = inputs.router_shift_N
     if shift_N is None:
         if inputs.old_N is not None and inputs.old_N.numel():
@@ -64,8 +64,8 @@ def log_weights(inputs: LossInputs, floor: float) -> Tensor:
 def router_means(
     log_weight_N: Tensor, inputs: LossInputs, floor: float
 ) -> dict[str, Tensor]:
-    """What the metrics are means of: each token's weight, and whether the floor is
-    it."""
+    """Return values whose means are metrics: each token's weight, and whether it is the
+    floor."""
     shift_N = inputs.router_shift_N
     floored_N = (
         torch.zeros_like(log_weight_N)

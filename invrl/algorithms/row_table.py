@@ -1,12 +1,12 @@
-"""All rows of a mini-batch with one number each, for objectives that compare rows with
-each other.
+"""A table of all rows of a mini-batch with one number each, for objectives that compare
+rows.
 
 A pair's loss depends on two rows, which may be in different micro-batches or on
-different ranks. So such an objective works in two passes: the step computes every row's
-log-prob sum without a gradient, the objective's `couple` turns the table of all rows
-into numbers per row (such as the slope of the loss with respect to that row's sum), and
-in the pass with a gradient each row needs only its own numbers. At the current weights
-the gradient is the same. Pure NumPy.
+different ranks. So such an objective takes two passes: the step computes every row's
+log-prob sum without a gradient; the objective's `couple` turns the table of all rows
+into numbers per row (such as the slope of the loss with respect to that row's sum); in
+the pass with a gradient each row needs only its own numbers. At the current weights the
+gradient is the same. Pure NumPy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,16 @@ class RowTable:
 
     group_ids: tuple[str, ...]
     tokens_M: NDArray[np.float64]
-    """Trained tokens."""
     current_M: NDArray[np.float64]
     """Sum of the trained tokens' log-probs under the current policy, in nats."""
     reference_M: NDArray[np.float64] | None
     """The same under the frozen reference; None: the objective does not need it."""
     numbers: Mapping[str, NDArray[np.float64]]
-    """Those of `TrainSample.numbers` that all rows have."""
+    """Numbers of `TrainSample.numbers` that all rows have."""
 
     @staticmethod
     def joined(tables: Sequence["RowTable"]) -> "RowTable":
-        """One after the other, as from several ranks; those without rows may lack the
+        """Concatenate tables, as from several ranks; those without rows may lack the
         reference and numbers. Raises ValueError without a table."""
         first = max(tables, key=lambda table: len(table.group_ids))
         filled = [table for table in tables if table.group_ids] or [first]

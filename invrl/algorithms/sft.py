@@ -7,7 +7,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 
 ROW_WEIGHT = "weight"
-"""The number of a row that its losses are multiplied by; 1 where rows have none."""
+"""Number of a sample that multiplies its losses; 1 by default."""
 
 
 def sft_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:

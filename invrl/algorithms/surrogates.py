@@ -1,11 +1,10 @@
-"""Surrogates: the loss of one token from its ratio current/old and its advantage.
+"""Policy losses: the loss of one token from its ratio current/old and its advantage.
 
-A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's
-function is a PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the
-LossInputs too.
+A built-in reads `SurrogateInputs`. A user's function is a `PolicyLoss`: it gets ratio
+and advantage, and with the keyword `inputs` also the LossInputs.
 
-Torch is not imported here: the driver checks the setting with this module and never
-holds a tensor.
+This module does not import torch: the driver checks the setting with it and never holds
+a tensor.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ if TYPE_CHECKING:
     from invrl.algorithms.loss_inputs import LossInputs, Rows, TopTokens
 
 _LEAST_PROBABILITY = 1e-8
-"""Of all the other tokens together, in `dppo_kl`, as in the authors' code."""
+"""Lower bound of the probability of all other tokens together, in `dppo_kl`, as in the
+authors' code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SurrogateInputs:
-    """What a surrogate is computed from: tensors [N] of the trained tokens of one
-    micro-batch."""
+    """Inputs of a policy loss: tensors [N] of the trained tokens of one micro-batch."""
 
     ratio_N: Tensor
     """current/old at the setting's `ratio_level`, with its gradient."""
     advantages_N: Tensor
-    """Constants."""
+    """Without gradient."""
     inputs: LossInputs
     """The log-probs of all policies, the rows, the user's columns and numbers."""
     config: AlgorithmConfig
@@ -48,12 +47,11 @@ class SurrogateInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """What a surrogate returns."""
+    """Output of a policy loss."""
 
     losses_N: Tensor
     means: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each, bool or float: the metric of that name is their mean over the
-    tokens."""
+    """[N] each, bool or float: the metric of that name is the mean over the tokens."""
 
 
 Surrogate = Callable[[SurrogateInputs], TokenLosses]
@@ -74,9 +72,9 @@ def clip(
     The two bounds are separate settings, as in DAPO's clip-higher (arXiv 2503.14476,
     section 3.1).
 
-    Where A < 0 this has no upper bound: a ratio that has grown costs its whole size.
-    With `dual_clip` c the loss of such a token is at most -c A (dual-clip PPO, Ye et
-    al. 2020, arXiv 1912.09729, eq. 5). 0 means no such bound.
+    Where A < 0 this has no upper bound in r. With `dual_clip` c the loss of such a
+    token is at most -c A (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729, eq. 5). 0
+    means no such bound.
     """
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
     objective_N = ratio_N * advantages_N
@@ -90,7 +88,7 @@ def clip(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClippedTokens:
-    """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound
+    """Tokens that `clip` takes out of the gradient, bool [N] each. A ratio on a bound
     is not clipped."""
 
     low_N: Tensor
@@ -113,7 +111,7 @@ def clipped_tokens(
     eps_clip_high: float,
     dual_clip: float | None,
 ) -> ClippedTokens:
-    """Which tokens `clip` clips with these settings."""
+    """Find the tokens that `clip` clips with these settings."""
     negative_N = advantages_N < 0
     positive_N = advantages_N > 0
     dual_bound = dual_clip or float("inf")
@@ -125,7 +123,7 @@ def clipped_tokens(
 
 
 def _clip(of: SurrogateInputs) -> TokenLosses:
-    """`clip` with the settings, and what it clipped."""
+    """Apply `clip` with the settings, and measure what it clipped."""
     low = of.config.eps_clip_low
     high = of.config.eps_clip_high
     dual = of.config.dual_clip
@@ -205,9 +203,9 @@ def rejection_gate(of: SurrogateInputs) -> TokenLosses:
 
     The gradient of a token's log-prob is weighted by w(r) = g'(r) r, which is bounded
     in r and falls to 0 on both sides. The paper's abstract has the gate, a smooth
-    function of r in [0, 1], and w. Of the sigmoid we know only that it has a sharpness
-    k: that it is around r = 1, and k = 4, with which w(1) = 1, are ours. The paper's
-    second gate, on current/reference for preferences, is not built.
+    function of r in [0, 1], and w. It only says that the sigmoid has a sharpness k; the
+    centre r = 1, and k = 4, with which w(1) = 1, are ours. The paper's second gate, on
+    current/reference for preferences, is not implemented.
     """
     settings = of.config.rejection_gate
     assert settings is not None
@@ -223,10 +221,10 @@ def gmpo(of: SurrogateInputs) -> TokenLosses:
         L = -A exp( mean over the row of c_t ),    c_t = min(log r_t, eps_clip_high) where A_t > 0,
                                                          max(log r_t, -eps_clip_low) where A_t < 0
 
-    All tokens of a row have the same ratio, and each is clipped by itself before the
-    mean: the paper's bounds e^-0.4 and e^0.4 are 0.4. A token whose advantage is 0 has
-    c_t = 0. With the aggregation `sequence_mean` the loss is verl's `geo_mean`, where
-    the formula was read.
+    All tokens of a row have the same ratio; each is clipped separately before the mean.
+    The paper's bounds e^-0.4 and e^0.4 are 0.4 here. A token with advantage 0 has c_t =
+    0. With the aggregation `sequence_mean` the loss is verl's `geo_mean`, where the
+    formula was read.
     """
     log_ratio_N = of.ratio_N.log()
     low_N = (log_ratio_N < -of.config.eps_clip_low) & (of.advantages_N < 0)
@@ -250,8 +248,8 @@ def policy_gradient(of: SurrogateInputs) -> TokenLosses:
 
         L = -A log p
 
-    No ratio, so nothing is clipped. The off-policy correction makes it the gradient of
-    the old policy's objective.
+    There is no ratio to clip. The off-policy correction makes it the gradient of the
+    old policy's objective.
     """
     return TokenLosses(losses_N=-of.advantages_N * of.inputs.current_N)
 
@@ -281,7 +279,7 @@ def dppo_kl(of: SurrogateInputs) -> TokenLosses:
 
         D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    in the place of |p - q|. 1 - q and 1 - p are at least 1e-8, as in the authors' code.
+    instead of |p - q|. 1 - q and 1 - p are at least 1e-8, as in the authors' code.
     """
     inputs = of.inputs
     current_N = inputs.current_N.detach()
@@ -294,8 +292,8 @@ def dppo_kl(of: SurrogateInputs) -> TokenLosses:
 
 
 def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
-    """DPPO's mask (eq. 12) for a distance of the current policy from the one that
-    sampled."""
+    """Apply DPPO's mask (eq. 12) for a distance of the current policy from the sampling
+    one."""
     further_N = of.inputs.current_N.detach() - of.inputs.rollout_N
     settings = of.config.dppo
     assert settings is not None
@@ -318,11 +316,11 @@ def dppo_tv_topk(of: SurrogateInputs) -> TokenLosses:
 
         D = 1/2 sum over a in A'' of |q(a) - p(a)|
 
-    in the place of |p - q|. A'' has the K tokens that the policy which sampled held
-    likeliest (`rollout_top_logprobs`), the sampled token, and one outcome for all
-    others together (section 4.4). The authors' code leaves the sampled token to the
-    others where it is not among the K; the paper does not, and neither do we. A token
-    of which no candidates are known has the binary divergence.
+    instead of |p - q|. A'' has the K likeliest tokens of the sampling policy
+    (`rollout_top_logprobs`), the sampled token, and one outcome for all others together
+    (section 4.4). The authors' code counts a sampled token outside of the K among the
+    others; the paper does not, and neither do we. A token without known candidates has
+    the binary divergence.
     """
     return _masked_by_distance(of, 0.5 * _over_outcomes(of, _variation))
 
@@ -334,7 +332,7 @@ def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
         D = sum over a in A'' of q(a) log(q(a) / p(a))
 
     The probability of all other tokens together is at least 1e-8; in the authors' code
-    it is 1e-12, less than float32 can tell from 0 beside 1.
+    it is 1e-12, less than float32 can resolve next to 1.
     """
     return _masked_by_distance(of, _over_outcomes(of, _divergence))
 
@@ -342,7 +340,7 @@ def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
 def _over_outcomes(
     of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """The sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K
+    """Sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K
     candidates, the sampled token if it is not among them, and all others together."""
     top = _top_tokens(of)
     is_extra_N = ~top.is_sampled_NK.any(dim=1)
@@ -416,8 +414,8 @@ def simko(of: SurrogateInputs) -> TokenLosses:
 
 
 def _above_quantile(values_N: Tensor, rows: Rows, quantile: float) -> Tensor:
-    """Whether a token's value is above the quantile of its row's values, interpolated
-    between two of them."""
+    """Whether a token's value is above the interpolated quantile of its row's
+    values."""
     bound_R = values_N.new_empty(len(rows.tokens_R))
     for row, values_T in enumerate(values_N.split(rows.tokens_R.long().tolist())):
         bound_R[row] = values_T.quantile(quantile)
@@ -435,9 +433,9 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
         L = -sg[phi(W)] A log p,    phi(W) = W^c1 exp(c2 (1 - W)),    W = product of current/rollout
 
     c1 and c2 are `vespo.power_positive` and `vespo.decay_positive` where A >= 0, else
-    `..._negative` (section 4.1: 2 and 3, else 3 and 2). The weight has its place in the
-    surrogate because it goes from the policy that sampled to the current one, so no
-    correction is applied besides. W is not normalized by length; its logarithm is
+    `..._negative` (section 4.1: 2 and 3, else 3 and 2). The weight is part of
+    the policy loss because it goes from the sampling policy to the current one, so no
+    other correction is applied. W is not normalized by length; its logarithm is
     clamped at `ratios.LOG_RATIO_BOUND`, as in the authors' code. TRL multiplies W by
     its correction of the engine; here W has the engine's own log-probs.
     """
@@ -468,8 +466,8 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
 def _chosen(
     condition_N: Tensor, where_true: float, elsewhere: float, *, like_N: Tensor
 ) -> Tensor:
-    """One number where the condition holds and the other elsewhere, in the dtype of
-    `like_N`."""
+    """Return one number where the condition holds and the other elsewhere, in the dtype
+    of `like_N`."""
     return like_N.new_full(like_N.shape, elsewhere).masked_fill(condition_N, where_true)
 
 
@@ -490,12 +488,12 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 ON_TOP_TOKENS = ("dppo_tv_topk", "dppo_kl_topk", "simko")
-"""Those that read `LossInputs.top`."""
+"""Policy losses that read `LossInputs.top`."""
 
 
 def surrogate_function(name: str) -> Surrogate:
-    """The built-in of that name, or the user's PolicyLoss at `module:name`. Raises
-    PluginError."""
+    """Return the built-in of that name, or the user's PolicyLoss at `module:name`.
+    Raises PluginError."""
     if name in SURROGATES:
         return SURROGATES[name]
     names = dict.fromkeys(SURROGATES, cast(PolicyLoss, clip))  # an error lists them
@@ -514,8 +512,8 @@ def takes_inputs(function: PolicyLoss) -> bool:
 def _user_surrogate(
     name: str, function: PolicyLoss, of: SurrogateInputs
 ) -> TokenLosses:
-    """Raises PluginError unless the function returns token losses that can be
-    trained."""
+    """Call the user's function. Raises PluginError unless it returns token losses that
+    can be trained."""
     bounds = {
         "eps_clip_low": of.config.eps_clip_low,
         "eps_clip_high": of.config.eps_clip_high,

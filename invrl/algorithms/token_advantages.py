@@ -1,12 +1,12 @@
-"""Advantages and returns of single tokens, from the rewards of tokens and a critic's
-values. Pure NumPy.
+"""Advantages and returns of single tokens, from token rewards and a critic's values.
+Pure NumPy.
 
-One row at a time: arrays [T] over its tokens, of which the loss mask says which are
-trained. Only those are steps of the episode: the next step of a trained token is the
-next trained token, however many tokens of context (a tool's answer, another turn's
-prompt) lie between. Rewards and values of other tokens are not read, and the results
-there are 0. After the last trained token nothing follows: its value is 0. A discount is
-per trained token. Results are float64.
+One sample at a time: arrays [T] over its tokens, with a loss mask of the trained ones.
+Only those are steps of the episode: the next step of a trained token is the next
+trained token, however many context tokens (a tool's result, another turn's prompt) lie
+between. Rewards and values of other tokens are not read, and their results are 0. The
+value after the last trained token is 0. A discount is per trained token. Results are
+float64.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ Floats = NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenCredit:
-    """For a row: float64 [T] each, 0 where the loss mask is False."""
+    """Credit of a sample: float64 [T] each, 0 where the loss mask is False."""
 
     advantages_T: NDArray[np.float64]
-    """For the policy's loss."""
+    """Used in the policy's loss."""
     returns_T: NDArray[np.float64]
-    """What the critic's value is to be."""
+    """Targets of the critic's values."""
 
 
 def discounted_returns(
     rewards_T: Floats, mask_T: NDArray[np.bool_], *, discount: float = 1.0
 ) -> NDArray[np.float64]:
-    """Rewards of the token and of those after it: [T] -> [T].
+    """Sum the rewards of a token and those after it: [T] -> [T].
 
         G_t = r_t + discount * G_{t+1}
 
@@ -64,8 +64,8 @@ def gae(
 
     With one lambda the result is that of verl's `compute_gae_advantage_return` before
     it whitens, which skips untrained tokens in the same way. TRL's PPO has no untrained
-    tokens between trained ones, and is the same on one turn. OpenRLHF and slime take
-    every token for a step, untrained ones too.
+    tokens between trained ones, and is the same on one turn. OpenRLHF and slime treat
+    every token as a step, including untrained ones.
 
     Raises ValueError for arrays of different lengths.
     """
@@ -88,7 +88,7 @@ def gae(
 
 
 def length_adaptive_lambda(num_tokens: int, alpha: float = 0.05) -> float:
-    """VAPO's lambda of the policy, for a row with this many trained tokens (arXiv
+    """VAPO's lambda of the policy, for a sample with this many trained tokens (arXiv
     2504.05118, equation 5).
 
         lambda = 1 - 1 / (alpha * num_tokens)
@@ -122,9 +122,9 @@ def v_trace(
         A_t = rho_t * (r_t + discount * v_{t+1} - V_t)
 
     ratios_T: current over behaviour policy, at least 0. The returns are v_t. The
-    advantages contain rho_t: no other correction of the same ratio must be applied to
-    them. With ratios of 1 and lambda 1, v_t is the discounted return. Raises ValueError
-    for arrays of different lengths.
+    advantages contain rho_t, so no other correction of the same ratio may be applied.
+    With ratios of 1 and lambda 1, v_t is the discounted return. Raises ValueError for
+    arrays of different lengths.
     """
     _check_lengths(mask_T, rewards_T, values_T, ratios_T)
     rewards_N = _trained(rewards_T, mask_T)
@@ -143,10 +143,10 @@ def v_trace(
 def _recurrence(
     inputs_N: NDArray[np.float64], factors_N: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """y_t = x_t + f_t * y_{t+1}, with 0 after the end: [N], [N] -> [N].
+    """Solve y_t = x_t + f_t * y_{t+1}, with 0 after the end: [N], [N] -> [N].
 
-    In log2(N) whole-array steps instead of N scalar ones: after each, y_t has the terms
-    of twice as many tokens, and f_t is the product of as many factors.
+    Takes log2(N) whole-array steps instead of N scalar ones: after each, y_t has the
+    terms of twice as many tokens, and f_t is the product of as many factors.
     """
     sums_N = inputs_N.copy()
     products_N = factors_N.copy()
@@ -159,7 +159,7 @@ def _recurrence(
 
 
 def _next(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The value of the next trained token; 0 after the last."""
+    """Return the value of the next trained token; 0 after the last."""
     return np.append(values_N[1:], np.zeros(min(len(values_N), 1)))
 
 

@@ -1,4 +1,4 @@
-"""The critic's loss: how far its values are from the returns."""
+"""The critic's loss: the distance of its values from the returns."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ def value_losses(
         L = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2
 
     OpenAI's PPO (baselines `ppo2`; Huang et al. 2022, "The 37 implementation details of
-    PPO", detail 9), as in TRL and verl. The paper of PPO does not have the clip.
+    PPO", detail 9), as in TRL and verl. The PPO paper does not have the clip.
     `old_N`: values before the batch's first optimizer step. `clip` 0: no bound, L = (V
     - R)^2 / 2.
     """
@@ -28,9 +28,9 @@ def value_losses(
 def value_loss(
     values_N: Tensor, old_N: Tensor, returns_N: Tensor, *, clip: float, tokens: float
 ) -> LossOutputs:
-    """The sum of the token losses of one micro-batch over the trained tokens of its
-    whole mini-batch, so that micro-batches and ranks add up. float32 [N] each;
-    `values_N` has the gradient."""
+    """Sum the token losses of one micro-batch, divided by the trained tokens of its
+    mini-batch, so that micro-batches and ranks add up. float32 [N] each; `values_N` has
+    the gradient."""
     losses_N = value_losses(values_N, old_N, returns_N, clip)
     values = values_N.detach()
     clipped_N = values.new_zeros(len(values))

@@ -1,7 +1,6 @@
-"""Whitening: numbers are shifted and scaled to mean 0 and deviation 1 over a whole
-batch.
+"""Whitening: shifts and scales numbers to mean 0 and deviation 1 over a whole batch.
 
-The statistics are sums, so those of parts (rows, ranks) may be added. Pure NumPy,
+The statistics are sums, so those of parts (samples, ranks) can be added. Pure NumPy,
 float64.
 """
 
@@ -14,19 +13,18 @@ from numpy.typing import NDArray
 from invrl.algorithms.config import WhitenedOver
 
 ROUNDING = 1e-12
-"""Relative to the mean square: a smaller variance comes from the order in which numbers
-were added."""
+"""Tolerance relative to the mean square: a smaller variance comes from the order of
+addition."""
 VARIANCE_EPS = 1e-8
 """Added to the variance, as TRL's and verl's `masked_whiten` do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Sums over some numbers, each with a weight; what `+` makes is those of both
-    parts."""
+    """Weighted sums over some numbers; `+` merges two parts."""
 
     count: float = 0.0
-    """The sum of the weights."""
+    """Sum of the weights."""
     total: float = 0.0
     squares: float = 0.0
 
@@ -41,7 +39,7 @@ class Moments:
     def of(
         values_N: NDArray[np.floating], weights_N: NDArray[np.floating] | None = None
     ) -> "Moments":
-        """Of values [N], N >= 0, each counted once or with its weight, [N]."""
+        """Compute the moments of values [N], N >= 0, with optional weights [N]."""
         values_N = np.asarray(values_N, np.float64)
         if weights_N is None:
             weights_N = np.ones_like(values_N)
@@ -53,15 +51,15 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """0 without values."""
+        """Weighted mean; 0 without values."""
         if not self.count:
             return 0.0
         return self.total / self.count
 
     @property
     def variance(self) -> float:
-        """The sample's: divided by count - 1. 0 for one value or none, and exactly 0
-        for values that do not differ."""
+        """Sample variance: divided by count - 1. 0 for at most one value, and exactly 0
+        for equal values."""
         if self.count <= 1:
             return 0.0
         centred_squares = self.squares - self.total**2 / self.count
@@ -77,13 +75,13 @@ def whiten(
     std_floor: float = 0.0,
     shift_mean: bool = True,
 ) -> NDArray[np.float64]:
-    """[N] -> float64 [N], by the moments of the whole batch that the values belong to.
+    """Whiten values with the moments of their whole batch: [N] -> float64 [N].
 
         w = (x - mean) / max(sqrt(variance + 1e-8), std_floor)
 
-    That is `masked_whiten` of TRL (PPO) and verl, but for the floor, which is ours.
-    Without `shift_mean` the mean is added again, as there. Values that do not differ
-    become exactly 0 (the mean, without `shift_mean`).
+    This is `masked_whiten` of TRL (PPO) and verl, except for the floor, which is ours.
+    Without `shift_mean` the mean is added back, as there. Equal values become exactly 0
+    (the mean, without `shift_mean`).
     """
     values_N = np.asarray(values_N, np.float64)
     variance = moments.variance
@@ -105,13 +103,13 @@ def whiten_rows(
     over: WhitenedOver,
     std_floor: float = 0.0,
 ) -> list[NDArray[np.float64]]:
-    """Advantages of a batch, one array [T] and one loss mask [T] per row. Tokens that
-    are not trained count for nothing and are 0.
+    """Whiten the advantages of a batch, one array [T] and one loss mask [T] per sample.
+    Untrained tokens do not count and are 0.
 
     Over "tokens", each trained token of the batch counts once (REINFORCE++, arXiv
     2501.03262, equation 10; as verl and OpenRLHF compute it). Over "rollouts", each
-    rollout does, however many tokens and rows it has (RLOO with normalised advantages
-    in TRL). "none" changes nothing.
+    rollout does, however many tokens and samples it has (RLOO with normalised
+    advantages in TRL). "none" changes nothing.
     """
     if over == "none":
         return list(rows)
@@ -136,7 +134,7 @@ def whiten_rows(
 def _trained_tokens(
     masks: Iterable[NDArray[np.bool_]], rollout_ids: Iterable[str]
 ) -> dict[str, int]:
-    """By rollout id."""
+    """Count the trained tokens by rollout id."""
     tokens: dict[str, int] = {}
     for mask_T, rollout_id in zip(masks, rollout_ids, strict=True):
         tokens[rollout_id] = tokens.get(rollout_id, 0) + int(mask_T.sum())

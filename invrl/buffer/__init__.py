@@ -1,4 +1,4 @@
-"""Prompts in, rewarded groups out: what is in flight, how stale it is, and what became
+"""Prompts in, rewarded groups out: what is in flight, how stale it is, and the outcome
 of every rollout.
 
 May import `host`, `store` and `algorithms`. Start with `group_buffer.py`, a pure state

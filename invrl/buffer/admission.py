@@ -1,15 +1,15 @@
-"""How many groups may be under way at once: the bound on staleness, where work is
-admitted."""
+"""Admission: bounds the number of groups under way, and so their staleness."""
 
 from invrl.buffer.config import BufferConfig
 
 
 def admission_limit(config: BufferConfig, batch_size: int) -> int:
-    """Groups that may be under way at once: in flight, ready, or taken while the new
-    version is not there yet. `batch_size`: groups in a batch.
+    """Maximum number of groups under way: in flight, ready, or taken while the new
+    version is not there yet. `batch_size` is in groups.
 
     Groups are taken oldest first. So with at most (max_staleness + 1) batches under
     way, the last of them is taken at most `max_staleness` versions after it was leased.
-    Over-sampled groups come in addition: they replace the groups that are filtered out,
-    and those that are left over age until they are dropped."""
+    Over-sampled groups are added on top: they replace filtered groups, and surplus ones
+    age until they are dropped.
+    """
     return (config.max_staleness + 1) * batch_size + config.over_sampling_groups

@@ -4,15 +4,17 @@
 `BufferActor` is a plain class: tests use it without Ray, and `host/actor.py` runs it as
 a Ray actor. It answers calls and polls the run store's outbox, through which finished
 sessions arrive. Recording an outcome is idempotent, so an outcome may also be pushed
-through `record`. The poller also asks the store what running rollouts have sampled, so
-that a group with tokens that are too old is dropped before its first member ends.
+through `record`. The poller also reads what running rollouts have sampled from
+the store, so that a group with tokens that are too old is dropped before its first
+member ends.
 
 The ledger is written by every poll, and before `trained` and `snapshot` answer. A write
 that has begun always ends, even if its caller is cancelled or the actor closes
 meanwhile, and the next write begins after it. While the disk is full, polling waits for
-space, and a call that writes raises DiskFullError: what it was to write is kept, so
-`write_ledger` does the rest. If the polling fails otherwise, every call that waits for
-work or for a batch raises that failure."""
+space, and a call that writes raises DiskFullError: its entries are kept, and
+`write_ledger` writes them later. If polling fails otherwise, every call that waits for
+work or for a batch raises that failure.
+"""
 
 import asyncio
 import contextlib
@@ -58,17 +60,17 @@ from invrl.types.weights import WeightVersion
 
 _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
-"""How long `unwanted` waits for a group: less than the deadline of a call."""
+"""Maximum wait of `unwanted` for a group: less than the deadline of a call."""
 _SUSPECTS_EVERY_S = 1.0
-"""The pause between two queries of what the suspects of staleness have sampled."""
+"""Pause between two queries of what the suspects of staleness have sampled."""
 _LOOK_INTERVAL_S = 5.0
-"""Between two looks at the time that a wait has lasted."""
+"""Pause between two checks of the length of a wait."""
 _SPACE_POLL_S = 1.0
-"""Between two tries to write on a full disk."""
+"""Pause between two attempts to write on a full disk."""
 
 
 class BufferActor:
-    """Its arguments are sent to the actor's process, so `tasks_factory` is called
+    """Process of the buffer. The arguments are sent to it, so `tasks_factory` is called
     there."""
 
     def __init__(
@@ -83,9 +85,9 @@ class BufferActor:
         heartbeat_timeout_s: float = 30.0,
         log: LogSettings | None = None,
     ) -> None:
-        """`trains_all_roots`: False if only a session's main conversation is trained.
-        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other
-        writers. `log`: what the process logs, if it has one of its own."""
+        """`trains_all_roots` is False if only a session's main conversation is trained.
+        `heartbeat_timeout_s` limits how long the ledger waits for other writers. `log`
+        is for a process with its own log."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = GroupBuffer(
             config,
@@ -100,25 +102,23 @@ class BufferActor:
         self._writing = asyncio.Lock()
         self._incarnation = 0
         self._seen = 0
-        """The number of the last outbox row that was recorded."""
+        """Number of the last recorded outbox row."""
         self._store_path = run_store_path
         self._external = rollout.external_environments
         self._outbox = RunStore(run_store_path)
         self._tokens = RunStore(run_store_path)
-        """A second connection: the poller uses the first one in its thread."""
+        """Second connection: the poller uses the first one in its thread."""
         self._checked: set[str] = set()
-        """Ids of the groups whose tokens were looked up in the store."""
+        """Ids of groups whose tokens were looked up in the store."""
         self._ledger = LedgerStore(
             run_store_path, heartbeat_timeout_s=heartbeat_timeout_s
         )
         self._poll_interval_s = poll_interval_s
         self._trains_all_roots = trains_all_roots
         self._leased_at: dict[str, float] = {}
-        """When rollouts of a group in flight were last leased, on the monotonic
-        clock."""
+        """Time of the last lease of each group in flight, on the monotonic clock."""
         self._next_suspects_check = 0.0
-        """When the suspects of staleness are to be checked next, on the monotonic
-        clock."""
+        """Time of the next check for suspects of staleness, on the monotonic clock."""
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._closed = False
@@ -127,9 +127,9 @@ class BufferActor:
         self._changed = asyncio.Condition()
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Begins an incarnation of the run, from a checkpoint's snapshot or from the
-        start, and begins to poll the outbox. A second call does nothing. Outbox rows of
-        earlier incarnations count only as `GroupBuffer.restore` says."""
+        """Begin an incarnation of the run, from a checkpoint's snapshot or from the
+        start, and begin to poll the outbox. A second call does nothing. Outbox rows of
+        earlier incarnations count as described in `GroupBuffer.restore`."""
         if self._poller is not None:
             return
         if self._log_settings is not None:
@@ -156,9 +156,9 @@ class BufferActor:
         return pulse()
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer's present state, for a checkpoint. Everything it names (turns,
-        outcomes, ledger entries) is on disk before this returns, so before the
-        checkpoint appears: a power loss cannot take it."""
+        """Return the buffer's state for a checkpoint. Everything it names (turns,
+        outcomes, ledger entries) is on disk before this returns, so a power loss cannot
+        take it after the checkpoint appears."""
         snapshot = self._buffer.snapshot(trained)
         snapshot = replace(
             snapshot, incarnation=self._incarnation, outbox_seq=self._seen
@@ -167,8 +167,8 @@ class BufferActor:
         return msgspec.json.encode(snapshot)
 
     async def final_snapshot(self, trained: WeightVersion) -> bytes:
-        """The snapshot for the checkpoint of a run that ends early, wherever its loop
-        was."""
+        """Return the snapshot for the checkpoint of a run that ends early, at any point
+        of its loop."""
         self._buffer.settle(trained)
         return await self.snapshot(trained)
 
@@ -186,9 +186,9 @@ class BufferActor:
         await self._notify()
 
     async def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """Groups that were dropped while members of them were in flight; each is
-        returned once. Waits for the first one. Empty if there is none for
-        `_UNWANTED_WAIT_S`, or if the buffer closes."""
+        """Return groups that were dropped while members of them were in flight, each
+        once. Waits for the first one. Empty if there is none for `_UNWANTED_WAIT_S`, or
+        if the buffer closes."""
         deadline = time.monotonic() + _UNWANTED_WAIT_S
         async with self._changed:
             while True:
@@ -200,13 +200,14 @@ class BufferActor:
                 await self._wait_for_change(remaining_s)
 
     async def take(self, timeout_s: float) -> TakenBatch:
-        """Waits for a batch.
+        """Wait for a batch.
 
         Raises IdenticalFailuresError once every rollout so far has failed for the same
         reason or too many in a row have failed in the same way; FilteredOutError once
         the group filter has dropped as many groups in a row as it may; DeadlineError,
         naming what is missing, after `timeout_s` or as soon as the task source cannot
-        fill a batch any more."""
+        fill a batch.
+        """
         lived_time = LivedTime()
         start = lived_time.now()
         async with self._changed:
@@ -226,16 +227,16 @@ class BufferActor:
                 await self._wait_for_change(min(timeout_s - waited_s, _LOOK_INTERVAL_S))
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        """Until the buffer has changed, for at most `timeout_s`. The caller holds
+        """Wait until the buffer has changed, for at most `timeout_s`. The caller holds
         `_changed`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     async def _drop_groups_without_tokens(self) -> None:
-        """Looks up each group that may be taken in the store, once. If the store has
-        lost what a checkpoint names (a power loss, a damaged file), those groups are
-        dropped and the run continues."""
+        """Look up each group that may be taken in the store, once. Groups that the
+        store has lost (a power loss, a damaged file) are dropped and the run
+        continues."""
         while unchecked := [
             group for group in self._buffer.takeable() if group.id not in self._checked
         ]:
@@ -262,7 +263,7 @@ class BufferActor:
         await self._write_ledger()
 
     async def write_ledger(self) -> None:
-        """Writes what a call has left because the disk was full."""
+        """Write the entries that a call left because the disk was full."""
         await self._write_ledger()
 
     async def advance(self, version: WeightVersion) -> None:
@@ -277,10 +278,9 @@ class BufferActor:
         return self._buffer.metrics()
 
     async def close(self) -> None:
-        """Ends the run: drops everything untrained, writes the rest of the ledger,
-        closes the store. A second call does nothing, unless the first one found the
-        disk full. The poller is not cancelled, because it may be in the middle of a
-        write."""
+        """End the run: drop everything untrained, write the rest of the ledger, close
+        the store. A second call does nothing, unless the first one found the disk full.
+        The poller is not cancelled, because it may be in the middle of a write."""
         if self._closed:
             return
         if not self._closing.is_set():
@@ -296,7 +296,7 @@ class BufferActor:
         self._ledger.close()
 
     async def _poll(self) -> None:
-        """Polls until `close`. The outbox is read in a thread: a slow disk must not
+        """Poll until `close`. The outbox is read in a thread: a slow disk must not
         delay leases."""
         try:
             while not self._closing.is_set():
@@ -316,7 +316,7 @@ class BufferActor:
             await self._notify()
 
     async def _poll_once(self) -> bool:
-        """Whether there was an outcome."""
+        """Poll once and return whether there was an outcome."""
         rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
         for number, outcome in rows:
             self._buffer.record(outcome)
@@ -328,9 +328,9 @@ class BufferActor:
         return bool(rows)
 
     async def _drop_stale_in_flight(self) -> None:
-        """Drops groups in which a running rollout has sampled tokens that are too old
-        by now. If only main conversations are trained, it is unknown until a rollout
-        ends which of its tokens count, so none is dropped."""
+        """Drop groups in which a running rollout has sampled tokens that are now too
+        old. If only main conversations are trained, it is unknown until a rollout ends
+        which of its tokens count, so none is dropped."""
         if not self._trains_all_roots:
             return
         if time.monotonic() < self._next_suspects_check:
@@ -344,13 +344,13 @@ class BufferActor:
         await self._notify()
 
     async def _write_ledger(self, *, to_disk: bool = False) -> None:
-        """Writes the new entries. If the caller is cancelled meanwhile, the write
-        continues to its end."""
+        """Write the new entries. If the caller is cancelled meanwhile, the write still
+        completes."""
         await asyncio.shield(asyncio.ensure_future(self._write_entries(to_disk)))
 
     async def _write_entries(self, to_disk: bool) -> None:
-        """Entries stay in the list until they are written, so a write that fails loses
-        none. Raises DiskFullError."""
+        """Write the entries. They stay in the list until they are written, so a failed
+        write loses none. Raises DiskFullError."""
         async with self._writing:
             entries = list(self._entries)
             if not entries and not to_disk:
@@ -366,7 +366,8 @@ class BufferActor:
             del self._entries[: len(entries)]
 
     def _disk_full(self, error: sqlite3.Error) -> DiskFullError | None:
-        """The error for a full disk, which is logged once; None for another one."""
+        """Return the error for a full disk, which is logged once; None for another
+        error."""
         folder = self._store_path.parent
         if not is_full(error, folder):
             return None
@@ -377,13 +378,13 @@ class BufferActor:
         return DiskFullError(reason)
 
     async def failures(self) -> FailureReport:
-        """Which rollouts have failed so far, and how many of the last failures were the
-        same."""
+        """Report which rollouts have failed so far, and how many of the last failures
+        were identical."""
         return self._buffer.failure_report()
 
     async def waiting(self) -> WaitReport:
-        """What the next batch waits for, and since when; the group that was leased
-        earliest comes first."""
+        """Report what the next batch waits for, and since when; the group that was
+        leased earliest comes first."""
         report = self._buffer.wait_report()
         now = time.monotonic()
         leased_at: dict[str, float] = {}
@@ -402,7 +403,8 @@ class BufferActor:
         return replace(report, in_flight=tuple(in_flight), outside=outside)
 
     def _waits_outside(self, group_id: str) -> WaitsOutside:
-        """Opens another connection: the others are in use in their threads."""
+        """Read the waits from another connection: the others are in use in their
+        threads."""
         with contextlib.closing(RunStore(self._store_path)) as store:
             return store.waits_outside(group_id, time.time())
 

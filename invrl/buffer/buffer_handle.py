@@ -1,9 +1,9 @@
-"""What others hold of the buffer: `interfaces.Buffer` over its Ray actor, with a
+"""The buffer as other processes hold it: `interfaces.Buffer` over its Ray actor, with a
 deadline on every call.
 
-Can be pickled. What the actor raises keeps its type; an actor that died is a
-ServerError. While the run's disk is full, a call that writes the ledger waits for
-space."""
+Picklable. Exceptions of the actor keep their type; an actor that died is a ServerError.
+While the run's disk is full, a call that writes the ledger waits for space.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ T = TypeVar("T")
 class BufferHandle:
     actor: ActorHandle[BufferActor]
     batch_timeout_s: float
-    """How long `start` and `take` may take."""
+    """Deadline of `start` and `take`."""
     call_timeout_s: float = 60.0
-    """How long any other call may take."""
+    """Deadline of any other call."""
     heartbeat_timeout_s: float = 30.0
     folder: Path = Path()
-    """Of the run's store."""
+    """Folder of the run's store."""
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Waits until the actor is up, has restored the snapshot of a checkpoint, and
+        """Wait until the actor is up, has restored the snapshot of a checkpoint, and
         polls."""
         await self.actor.call(BufferActor.start, self.batch_timeout_s, snapshot)
 
     async def watch(self) -> None:
-        """Once the actor has started. Never returns; raises ServerError if the actor
-        does not answer."""
+        """Watch the actor after its start. Never returns; raises ServerError if the
+        actor does not answer."""
         await self.actor.watch(self.heartbeat_timeout_s)
 
     async def lease(self) -> GroupLease | None:
@@ -60,8 +60,8 @@ class BufferHandle:
         return await self.actor.call(BufferActor.unwanted, self.call_timeout_s)
 
     async def take(self) -> TakenBatch:
-        """Raises DeadlineError after `batch_timeout_s`: the actor's, which names what
-        is missing, or one of the handle if the actor does not answer."""
+        """Take a batch. Raises DeadlineError after `batch_timeout_s`: the actor's,
+        which names what is missing, or the handle's if the actor does not answer."""
         deadline_s = self.batch_timeout_s + self.call_timeout_s
         return await self.actor.call(BufferActor.take, deadline_s, self.batch_timeout_s)
 
@@ -75,7 +75,7 @@ class BufferHandle:
         await self.actor.call(BufferActor.advance, self.call_timeout_s, version)
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """Waits while the disk is full."""
+        """Return the buffer's state, waiting while the disk is full."""
 
         async def take() -> bytes:
             return await self.actor.call(
@@ -85,7 +85,8 @@ class BufferHandle:
         return await self._until_written(take)
 
     async def final_snapshot(self, trained: WeightVersion) -> bytes:
-        """Raises DiskFullError rather than wait: the run is to end."""
+        """Return the buffer's state, or raise DiskFullError instead of waiting: the run
+        is ending."""
         return await self.actor.call(
             BufferActor.final_snapshot, self.call_timeout_s, trained
         )

@@ -1,15 +1,16 @@
-"""Which rewards of a group are compared with each other. Pure: it needs ids and rewards
-alone.
+"""Selects the rewards of a group that are compared with each other. Pure: it needs only
+ids and rewards.
 
 A reward is compared with rewards of its own kind: final rewards with the group's final
-rewards, rewards of turns with those of turns, of branches with those of branches, of
-child sessions with those of child sessions. If a turn's small reward were compared with
-final rewards, it would look like a failure in a solved group and like a success in a
-failed one, whatever the turn was worth.
+rewards, rewards of turns with those of turns, of trajectories with those of
+trajectories, of child sessions with those of child sessions. Compared with final
+rewards, a turn's small reward would look like a failure in a solved group and like a
+success in a failed one, whatever its merit.
 
 `training_samples.py` computes advantages from these comparisons, and the zero-variance
-filter asks whether the rewards of any of them differ. So both agree on which groups can
-teach something."""
+filter checks whether the rewards of any of them differ. So both agree on which groups
+can teach something.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ RewardKind = Literal["final", "child", "branch", "turn"]
 
 @dataclass(frozen=True, slots=True)
 class RewardOwner:
-    """What a reward was given to. `id` is a session's (final, child) or a turn's
-    (branch, turn)."""
+    """Owner of a reward. `id` is a session's (final, child) or a turn's (branch,
+    turn)."""
 
     kind: RewardKind
     id: str
@@ -50,16 +51,17 @@ class Comparison:
 
 
 def comparisons(group: Group, baseline: RewardBaseline) -> list[Comparison]:
-    """First the group's final rewards, in the order of its members. Then one comparison
-    for each other kind of reward; with the baseline "depth", one for each kind and
-    level."""
+    """Return the comparison of the group's final rewards, in the order of its members,
+    then one for each other kind of reward; with the baseline "depth", one for each kind
+    and level."""
     return batch_comparisons([group], baseline)
 
 
 def batch_comparisons(
     groups: Iterable[Group], baseline: RewardBaseline
 ) -> list[Comparison]:
-    """As `comparisons`, with the rewards of all the groups. None without a rollout."""
+    """Return the comparisons of the rewards of all groups, like `comparisons`. Empty
+    without a rollout."""
     final: dict[RewardOwner, float] = {}
     others: dict[tuple[RewardKind, str], dict[RewardOwner, float]] = {}
     for group in groups:
@@ -75,9 +77,8 @@ def batch_comparisons(
 
 
 def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
-    """The owners of the rewards that count for all tokens of a branch: from that of the
-    whole rollout to the most particular one. Rewards of single turns are not among
-    them."""
+    """Return the owners of rewards that count for all tokens of a trajectory, from the
+    whole rollout to the most specific one. Rewards of single turns are excluded."""
     owners = [RewardOwner("final", summary.session_id)]
     session_owner = child_owner(summary, turns[0].session_id)
     if session_owner.kind == "child":
@@ -89,7 +90,7 @@ def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[Reward
 
 
 def owned_reward(summary: RolloutSummary, owner: RewardOwner) -> float:
-    """The reward of one of the rollout's `branch_owners`."""
+    """Return the reward of one of the rollout's `branch_owners`."""
     if owner.kind == "branch":
         return summary.branch_rewards[owner.id]
     if owner.kind == "child":
@@ -98,8 +99,8 @@ def owned_reward(summary: RolloutSummary, owner: RewardOwner) -> float:
 
 
 def child_owner(summary: RolloutSummary, session_id: str) -> RewardOwner:
-    """The owner of the reward that a session's turns have if neither the turn nor its
-    branch has its own."""
+    """Return the owner of the reward that a session's turns have if neither the turn
+    nor its trajectory has one."""
     if session_id not in summary.child_rewards:
         return RewardOwner("final", summary.session_id)
     bearer = summary.child_reward_from.get(session_id, session_id)
@@ -114,8 +115,8 @@ def _comparison(reward_of: Mapping[RewardOwner, float]) -> Comparison:
 
 
 def _own_rewards(summary: RolloutSummary) -> Iterator[tuple[RewardOwner, str, float]]:
-    """Owner, level and value of every reward but the final one. A child session that
-    inherits its reward has none of its own."""
+    """Yield owner, level and value of every reward but the final one. A child session
+    that inherits its reward has none."""
     for session_id, reward in summary.child_rewards.items():
         owner = child_owner(summary, session_id)
         if owner.id == session_id:

@@ -1,5 +1,4 @@
-"""Settings of the buffer: how stale a token may be, how failures count, which groups
-are trained on."""
+"""Settings of the buffer: staleness, failures, and which groups are trained."""
 
 import math
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
 
 FailureRule = float | Literal["retry", "drop"]
-"""What happens to a failed rollout: a number is the reward it counts with, "retry"
-tries its place again, "drop" drops its group at once."""
+"""Treatment of a failed rollout: a number is the reward it counts with, "retry" leases
+its place again, "drop" drops its group immediately."""
 
 
 class DifficultyConfig(Section):
-    """The bounds of the group filter medium_difficulty, which this table chooses."""
+    """Bounds of the group filter medium_difficulty, which this table chooses."""
 
     low: float = Field(
         0.2,
@@ -69,7 +68,7 @@ class TurnRewardsConfig(Section):
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
-    """Parses entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for
+    """Parse entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for
     any other entry."""
     rules: dict[FailureReason, FailureRule] = {}
     for entry in entries:
@@ -133,7 +132,7 @@ class FailuresConfig(Section):
         )
 
     def rules(self) -> Mapping[FailureReason, FailureRule]:
-        """The rule of each reason that is named. All other failures are tried again."""
+        """Return the rule of each named reason. All other failures are retried."""
         return parse_failure_rules(self.reward)
 
 
@@ -187,5 +186,5 @@ class BufferConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_filter(cls, values: Any) -> Any:
-        """Puts the filter beside its bounds, and the bounds beside the filter."""
+        """Put the filter next to its bounds, and the bounds next to the filter."""
         return with_choices(cls, values, values) if isinstance(values, dict) else values

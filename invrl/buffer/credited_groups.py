@@ -1,8 +1,8 @@
-"""The groups of a batch as their rewards are compared: final rewards shaped, rollouts
-left out. Pure.
+"""Groups of a batch as their rewards are compared: final rewards shaped, rollouts left
+out. Pure.
 
-The zero-variance filter looks at the rewards as the environment gave them, and at all
-rollouts, as DAPO's dynamic sampling does.
+The zero-variance filter reads the unshaped rewards of all rollouts, like DAPO's dynamic
+sampling.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ from invrl.types.rollouts import RolloutSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedGroup:
-    """A group that may have lost members, also all of them."""
+    """A group that may have lost some or all members."""
 
     compared: Group
-    """The rollouts whose rewards count, with their shaped rewards."""
+    """Rollouts whose rewards count, with their shaped rewards."""
     shaping: Mapping[str, float]
-    """Session id -> what was added to the final reward."""
+    """Session id -> amount added to the final reward."""
     untrained: frozenset[str]
-    """Session ids of compared rollouts of which no token is trained."""
+    """Session ids of compared rollouts without a trained token."""
 
     def trained(self) -> Iterator[RolloutSummary]:
         for member in self.compared.rollouts_G:
@@ -33,8 +33,8 @@ class CreditedGroup:
 
 
 def credited_group(group: Group, rules: CreditRules) -> CreditedGroup:
-    """Applies the rules to a group. Lengths are compared among the rollouts that are
-    not left out."""
+    """Apply the rules to a group. Lengths are compared among the rollouts that are not
+    left out."""
     members: list[RolloutSummary] = []
     untrained: set[str] = set()
     for member in group.rollouts_G:

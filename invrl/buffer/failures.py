@@ -1,5 +1,5 @@
-"""Failed rollouts in the buffer: how a failure gets a reward, when failures are the
-same, when too many of them end the run, and what the console says about them."""
+"""Failed rollouts in the buffer: rewards of failures, identical failures, limits that
+end the run, and the console's warnings."""
 
 import re
 from collections import Counter
@@ -16,11 +16,11 @@ _WARN_BEFORE_ANY_FINISHED = 4
 _WARN_AFTER_SOME_FINISHED = 64
 """The same, once some have finished: a few bad tasks in a row need no warning."""
 GROUP_FILTER = "group_filter"
-"""The key of an exception of the group filter among the first failures by reason."""
+"""Key of an exception of the group filter among the first failures by reason."""
 RECORD_FAILED = "task_source_record"
-"""The key of the first exception of a task source's `record` there."""
+"""Key of the first exception of a task source's `record` there."""
 STATE_LOST = "task_source_state"
-"""The key of the first fault of its `state()` there, or of a resume without a state."""
+"""Key of the first error of its `state()` there, or of a resume without a state."""
 _USER_CODE_FAULTS = {
     GROUP_FILTER: "the group filter failed, and its groups are dropped",
     RECORD_FAILED: "record() of the task source failed. The run goes on, and the source does not know of "
@@ -28,16 +28,15 @@ _USER_CODE_FAULTS = {
     STATE_LOST: "the state of the task source is lost. The run goes on; a resume from a checkpoint without "
     f"it begins the task source anew (counted as buffer/{STATE_LOST}_failed)",
 }
-"""What the console says about a fault of user code that is not a rollout, by its
-key."""
+"""Console message about an error of user code that is not a rollout, by its key."""
 _MAX_SHOWN_LINES = 6
 _FRAME = '  File "'
-"""How the line of a traceback begins that names a frame."""
+"""Beginning of a traceback line that names a frame."""
 _INSIDE_FRAME = "    "
-"""How the lines of a traceback begin that quote a frame's code."""
+"""Beginning of a traceback line that quotes a frame's code."""
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
-"""What may differ between two failures that are the same: quoted values, addresses,
-ids, numbers."""
+"""Parts that may differ between two identical failures: quoted values, addresses, ids,
+numbers."""
 _PROCESS_DEATHS = frozenset(
     {
         FailureReason.WORKER_DIED,
@@ -46,16 +45,16 @@ _PROCESS_DEATHS = frozenset(
         FailureReason.ENVIRONMENT_GONE,
     }
 )
-"""The death of one process fails all of its rollouts at once and in the same way,
-perhaps hundreds of them. The worker pool and the fleet replace what died and count the
-deaths. Such failures say nothing about the user's code."""
+"""Reasons in which the death of one process fails all of its rollouts together and in
+the same way, perhaps hundreds of them. The worker pool and the fleet replace the dead
+process and count the deaths. Such failures say nothing about the user's code."""
 
 
 def with_failure_reward(
     partial: RolloutSummary, failure: FailureReason, reward: float
 ) -> RolloutSummary:
-    """A failed rollout that counts with this reward. Child sessions without their own
-    reward inherit it."""
+    """Turn a failed rollout into one that counts with this reward. Child sessions
+    without their own reward inherit it."""
     child_rewards = dict(partial.child_rewards)
     for child in child_rewards:
         if partial.child_reward_from.get(child) == partial.session_id:
@@ -71,29 +70,29 @@ def with_failure_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """The failures so far, as the console shows them and the limits count them."""
+    """Failures so far, as the console shows them and the limits count them."""
 
     failed: Mapping[str, int]
     """Rollouts failed since the start of the run, by reason."""
     finished: int
     """Rollouts that finished in this incarnation."""
     alike: int
-    """How many of the last rollouts failed in the same way, with none that finished in
+    """Number of last rollouts that failed in the same way, with no finished one in
     between."""
     reason: str = ""
     detail: str = ""
-    """What the last failure said, usually the end of a traceback."""
+    """Message of the last failure, usually the end of a traceback."""
     firsts: Mapping[str, str] = field(default_factory=dict)
-    """The detail of this incarnation's first failure of each reason."""
+    """Detail of this incarnation's first failure of each reason."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """Attempts of this incarnation that failed and do not count with a reward, by
-    reason; deaths of processes are left out."""
+    """Failed attempts of this incarnation that do not count with a reward, by reason,
+    without deaths of processes."""
     counted: int = 0
-    """Attempts of this incarnation that failed and count with a reward."""
+    """Failed attempts of this incarnation that count with a reward."""
     first_ended: bool = True
     """Whether every attempt that began before the first failure has ended. Until then
-    it is too early to say that every attempt fails: attempts that fail are often faster
-    than attempts that succeed."""
+    it is too early to say that every attempt fails: failing attempts are often faster
+    than successful ones."""
 
     @property
     def may_end_run(self) -> bool:
@@ -102,9 +101,9 @@ class FailureReport:
 
     @property
     def only_reason(self) -> str:
-        """The reason for which every attempt so far has failed. "" if attempts failed
-        for several reasons, if one succeeded or counts with a reward, or if it is too
-        early to say."""
+        """Single reason of all failed attempts so far. "" if attempts failed for
+        several reasons, if one succeeded or counts with a reward, or if it is too early
+        to say."""
         if self.finished or self.counted:
             return ""
         if not self.first_ended:
@@ -116,16 +115,16 @@ class FailureReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """How many failures end a run; 0: no limit."""
+    """Number of failures that ends a run; 0: no limit."""
 
     identical: int
-    """Identical failures in a row, with no rollout finished in between."""
+    """Identical failures in a row, with no finished rollout in between."""
     at_start: int
     """Failures for the same reason, while no rollout has finished and none failed for
     another reason."""
 
     def check(self, report: FailureReport) -> None:
-        """Raises IdenticalFailuresError if there are too many."""
+        """Raise IdenticalFailuresError if there are too many."""
         self._check_start(report)
         self._check_identical(report)
 
@@ -155,8 +154,8 @@ class FailureLimits:
 
 
 class FailureStreak:
-    """Counts how many of the last rollouts failed in the same way, with none that
-    finished in between."""
+    """Counts how many of the last rollouts failed in the same way, with no finished one
+    in between."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -171,10 +170,11 @@ class FailureStreak:
     def failed(
         self, reason: FailureReason, detail: str, *, counts: bool = False
     ) -> None:
-        """Records a failure; `counts`: it counts with a reward.
+        """Record a failure; `counts`: it counts with a reward.
 
-        Two failures are the same if their reasons and the last lines of their details
-        are the same. If user code raised, that line names the line of user code."""
+        Two failures are identical if their reasons and the last lines of their details
+        are. If user code raised, that line names the line of user code.
+        """
         kind = (str(reason), _VARYING.sub("#", _last_line(detail)))
         if kind == self._kind:
             self.count += 1
@@ -190,7 +190,7 @@ class FailureStreak:
             self.attempts[str(reason)] += 1
 
     def note_user_code(self, key: str, detail: str) -> None:
-        """Keeps the first fault of each kind of user code that is not a rollout."""
+        """Keep the first error of each kind of user code that is not a rollout."""
         self.firsts.setdefault(key, detail)
 
     @property
@@ -221,19 +221,19 @@ class FailureStreak:
 
 class FailureReporter:
     """Decides which warnings about failures are due. The first failure of each reason
-    is reported at once. A streak of identical failures is reported early while no
-    rollout has finished, and later whenever it is four times as long as when it was
-    last reported. `show_all`: the command that shows every one."""
+    is reported immediately. A streak of identical failures is reported early while no
+    rollout has finished, and again whenever it is four times as long. `show_all` is the
+    command that shows all failures."""
 
     def __init__(self, limits: FailureLimits, *, show_all: str = "") -> None:
         self._limits = limits
         self._show_all = show_all
         self._reported_length = 0
-        """How long the streak of identical failures was when it was last reported."""
+        """Length of the streak of identical failures when it was last reported."""
         self._reported_reasons: set[str] = set()
 
     def texts(self, report: FailureReport) -> list[str]:
-        """The warnings that are due now."""
+        """Return the warnings that are due now."""
         texts: list[str] = []
         for reason, detail in report.firsts.items():
             if reason in self._reported_reasons:
@@ -252,7 +252,8 @@ class FailureReporter:
         return texts
 
     def _streak_warning(self, report: FailureReport) -> str:
-        """The warning about a streak of identical failures; "" if none is due."""
+        """Return the warning about a streak of identical failures; "" if none is
+        due."""
         if report.alike < self._reported_length:
             self._reported_length = 0
         which = "first"
@@ -269,7 +270,7 @@ class FailureReporter:
         )
 
     def _consequence(self, report: FailureReport) -> str:
-        """At how many such failures the run ends."""
+        """Say at how many such failures the run ends."""
         counts_at_start = not report.finished and report.attempts.get(report.reason)
         if counts_at_start and self._limits.at_start:
             return f"the run ends at {self._limits.at_start}, --failures.max-at-start"
@@ -279,13 +280,13 @@ class FailureReporter:
 
 
 def shown_detail(detail: str) -> str:
-    """The lines of a failure's detail that are shown, indented."""
+    """Return the displayed lines of a failure's detail, indented."""
     return "\n".join(f"    {line}" for line in _shown_lines(detail))
 
 
 def _shown_lines(detail: str) -> list[str]:
-    """The last lines of a failure's detail. If the last line names the line of user
-    code, the frames of the traceback are left out: the log has them."""
+    """Return the last lines of a failure's detail. If the last line names the line of
+    user code, the frames of the traceback are left out: the log has them."""
     lines = detail.strip().splitlines() or ["(no detail)"]
     names_user_code = lines[-1].startswith(USER_FRAME_PREFIX)
     frames = [number for number, line in enumerate(lines) if line.startswith(_FRAME)]

@@ -1,5 +1,5 @@
-"""The group filter's verdicts on complete groups, and what follows when it drops group
-after group."""
+"""Verdicts of the group filter on complete groups, and the response to a long row of
+drops."""
 
 from typing import cast
 
@@ -13,14 +13,14 @@ from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_
 from invrl.user_code.plugins import takes_history
 
 NO_TOKENS = "no_trained_tokens"
-"""The reason to drop a group without a token to train. It is never the filter's."""
+"""Reason to drop a group without a token to train. It is never the filter's."""
 _MAX_REASON_CHARS = 64
-"""The longest reason that a group filter may give."""
+"""Maximum length of a group filter's reason."""
 
 
 class FilterVerdicts:
-    """`batch_size`: groups in a batch. `failures` gets the first exception of the
-    filter."""
+    """Applies the group filter. `batch_size` is in groups; `failures` gets the first
+    exception of the filter."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class FilterVerdicts:
         failures: FailureStreak,
     ) -> None:
         self.takes_history = takes_history(group_filter)
-        """Whether the filter looks at the history of a group's task."""
+        """Whether the filter reads the history of a group's task."""
         self._filter = group_filter
         self._failures = failures
         self._overrules = config.filtered_out == "train"
@@ -41,8 +41,8 @@ class FilterVerdicts:
         self.streak = FilteredStreak()
 
     def verdict(self, group: OpenGroup, history: TaskHistory) -> str | None:
-        """The reason to drop the group; None to keep it. `history`: the groups of its
-        task before it."""
+        """Return the reason to drop the group; None to keep it. `history` has the
+        earlier groups of its task."""
         if group.versions() is None:
             return NO_TOKENS
         reason = self._filter_reason(group, history)
@@ -53,14 +53,14 @@ class FilterVerdicts:
         return reason
 
     def is_overruled(self, reason: str) -> bool:
-        """Whether the group is trained although the filter drops it: the run is set to
-        train what comes once the filter has dropped too many groups in a row."""
+        """Whether the group is trained although the filter drops it, because the run
+        trains the next groups once too many in a row were dropped."""
         return reason != NO_TOKENS and self._overrules and self._is_past_limit()
 
     @property
     def filtered_out(self) -> str:
-        """Why the run is to end: the filter has dropped as many groups in a row as it
-        is allowed to. "" until then."""
+        """Reason to end the run: the filter has dropped as many groups in a row as it
+        may. "" until then."""
         if self._overrules or not self._is_past_limit():
             return ""
         return (
@@ -72,8 +72,8 @@ class FilterVerdicts:
         return self.limit > 0 and self.streak.length >= self.limit
 
     def _filter_reason(self, group: OpenGroup, history: TaskHistory) -> str | None:
-        """A filter that raises drops the group, and that is counted: it is bad data,
-        not a crash."""
+        """Return the filter's reason. A filter that raises drops the group, and that is
+        counted: it is bad data, not a crash."""
         try:
             if self.takes_history:
                 reason = cast(HistoryGroupFilter, self._filter)(

@@ -7,25 +7,25 @@ IO.
 
 Invariants: every place (group, index, attempt) that is leased ends in exactly one
 state; a rollout is in at most one batch; no token in a batch is more than
-`max_staleness` versions older than the trainer; as long as tasks come, a batch comes
-together. The code is the same for every staleness bound.
+`max_staleness` versions older than the trainer; as long as tasks come, a batch
+completes. The code is the same for every staleness bound.
 
 The loop calls take, then trained, then advance. Call `advance` once the engines sample
-under the new version and its canary has passed: what is leased after it must not begin
-under the old version, or bound 0 could never be met. `advance` with an unchanged
-version ends the batch too: there is no trainer, and the batch is dropped. A `snapshot`
-that is taken between trained and advance is what a later incarnation of the run
-restores.
+under the new version and its canary has passed: later leases must not begin under the
+old version, or bound 0 could never be met. `advance` with an unchanged version also
+ends the batch: there is no trainer, and the batch is dropped. A later incarnation of
+the run restores a `snapshot` taken between trained and advance.
 
-When a group is dropped, the places of its members that are still in flight end at once,
-and `unwanted` names the group, so that the process that runs them can cancel them.
-Outcomes that such rollouts still send are late and change nothing.
+When a group is dropped, the places of its members in flight end immediately, and
+`unwanted` names the group, so that the process that runs them can cancel them. Late
+outcomes of such rollouts change nothing.
 
-A running rollout has no outcome yet that says how old its tokens are, but none is older
+The age of a running rollout's tokens is unknown before its outcome, but none is older
 than the version at its lease: `suspects` names the groups in which a running member may
 hold tokens that are too old. The owner of the buffer looks up what those rollouts have
-sampled and passes it to `note_sampled`, which drops a group as soon as one of its
-running members holds a token that is too old."""
+sampled and passes it to `note_sampled`, which drops a group as soon as a running member
+holds a token that is too old.
+"""
 
 import copy
 from collections import Counter, deque
@@ -91,29 +91,30 @@ class GroupBuffer:
         )
         self._ledger = Ledger(emit)
         self._tasks: dict[str, Task] = {}
-        """The tasks of the groups that are not taken, by group id."""
+        """Tasks of the groups that are not taken, by group id."""
         self._in_flight: dict[str, OpenGroup] = {}
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
         self._unwanted: list[DroppedGroup] = []
-        """Groups dropped while members of theirs were in flight, and not yet named by
+        """Groups dropped while members of them were in flight, not yet returned by
         `unwanted`."""
         self._batch: TakenBatch | None = None
         self._taken: list[OpenGroup] = []
-        """The groups of the batch, until it is trained or dropped."""
+        """Groups of the batch, until it is trained or dropped."""
         self._groups_leased = 0
         self._batches_taken = 0
         self.events = EventCounts()
         self._first_places: set[Place] = set()
-        """Leased in this incarnation before the first rollout failed or finished."""
+        """Places leased in this incarnation before the first rollout failed or
+        finished."""
         self._failure_rules = config.failures.rules()
         self._closed = False
 
     # ----------------------------------------------------------- work out, outcomes in
 
     def lease(self) -> GroupLease | None:
-        """Replacements of failed members first, then a new group if the bound admits
-        one."""
+        """Lease replacements of failed members first, then a new group if the bound
+        admits one."""
         if self._closed:
             return None
         if self._replacements:
@@ -138,9 +139,9 @@ class GroupBuffer:
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
-        """Takes outcomes in any order, and each as often as it comes. An outcome that
-        is not expected (its place has an outcome already, its group has ended, or it
-        was never leased) is counted and changes nothing."""
+        """Record an outcome, in any order and any number of times. An unexpected
+        outcome (its place already has one, its group has ended, or it was never leased)
+        is counted and changes nothing."""
         group = self._awaiting(outcome.place)
         if group is None:
             self.events.count("outcomes_late")
@@ -170,15 +171,15 @@ class GroupBuffer:
             self._complete(group)
 
     def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """The groups that were dropped since the last call while members of them were
-        in flight. A group that was named here is never leased again."""
+        """Return the groups that were dropped since the last call while members of them
+        were in flight. A returned group is never leased again."""
         groups = tuple(self._unwanted)
         self._unwanted.clear()
         return groups
 
     def suspects(self) -> list[str]:
-        """Ids of the groups in flight that may be stale already: a running member was
-        leased under a version that is too old by now."""
+        """Return ids of groups in flight that may be stale already: a running member
+        was leased under a version that is now too old."""
         suspects: list[str] = []
         for group in self._in_flight.values():
             running = group.members(RolloutState.IN_FLIGHT)
@@ -187,8 +188,8 @@ class GroupBuffer:
         return suspects
 
     def note_sampled(self, sampled: Iterable[SampledSoFar]) -> None:
-        """Drops the groups in which a running rollout holds a token that is too old.
-        Places that are not in flight any more are ignored."""
+        """Drop the groups in which a running rollout holds a token that is too old.
+        Places no longer in flight are ignored."""
         for rollout in sampled:
             group = self._awaiting(rollout.place)
             if group is not None and self._too_old(rollout.oldest_version):
@@ -197,8 +198,8 @@ class GroupBuffer:
     # ----------------------------------------------------------------- batches
 
     def take(self) -> TakenBatch | None:
-        """The next batch of whole groups, oldest first; None if it is not complete yet.
-        Raises BufferStateError while the batch before it is out."""
+        """Return the next batch of whole groups, oldest first; None if it is not
+        complete yet. Raises BufferStateError while the previous batch is out."""
         if self._batch is not None:
             raise BufferStateError(
                 f"batch {self._batch.batch_id} is out: call trained and advance first"
@@ -224,26 +225,26 @@ class GroupBuffer:
         return batch
 
     def takeable(self) -> list[Group]:
-        """The complete groups that the next batch is made from."""
+        """Return the complete groups that the next batch is made from."""
         return [group.group() for group in self._eligible()]
 
     def drop_lost(self, group_id: str) -> None:
-        """Drops a group that is ready, because the store does not have its tokens."""
+        """Drop a ready group whose tokens the store does not have."""
         if group_id in self._ready:
             self._drop(self._ready[group_id], DropReason.TOKENS_LOST)
 
     def trained(self, batch_id: int) -> None:
-        """To be called when the optimizer has made its steps with this batch. Raises
-        BufferStateError unless it is the batch that was taken last."""
+        """Mark the batch as trained once the optimizer has made its steps with it.
+        Raises BufferStateError unless it was taken last."""
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         self.events.count("groups_trained", len(self._taken))
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
-        """To be called when the trainer holds `version`, the engines sample under it,
-        and its canary has passed: groups with tokens of it may be taken. Groups that
-        are too old now are dropped."""
+        """Advance once the trainer holds `version`, the engines sample under it, and
+        its canary has passed: groups with its tokens may be taken. Groups that are now
+        too old are dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if version == self.version and self._taken:
@@ -259,8 +260,8 @@ class GroupBuffer:
                 )
 
     def close(self) -> None:
-        """Drops everything that is not trained, because the run ends. Nothing is leased
-        any more."""
+        """Drop everything that is not trained, because the run ends. Nothing is leased
+        afterwards."""
         self._closed = True
         for group in [*self._in_flight.values(), *self._ready.values()]:
             self._drop(group, DropReason.RUN_ENDED)
@@ -271,9 +272,9 @@ class GroupBuffer:
     # ----------------------------------------------------------------- incarnations
 
     def settle(self, trained: WeightVersion) -> None:
-        """To be called when the run ends early, while the trainer holds `trained`. A
-        batch that is out counts as trained if it made that version, even if nobody
-        could say so any more; else it is dropped."""
+        """Settle a run that ends early, while the trainer holds `trained`. A batch that
+        is out counts as trained if it made that version, even without a call of
+        `trained`; else it is dropped."""
         if self._batch is None or not self._taken:
             return
         if trained > self.version:
@@ -282,8 +283,8 @@ class GroupBuffer:
             self._drop_batch(DropReason.RUN_ENDED)
 
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
-        """The state now; `trained` is the version that the trainer holds. Raises
-        BufferStateError while a batch is taken and not yet trained."""
+        """Return the current state; `trained` is the version that the trainer holds.
+        Raises BufferStateError while a batch is taken and not yet trained."""
         self._check_trained()
         return BufferSnapshot(
             version=self.version,
@@ -301,11 +302,11 @@ class GroupBuffer:
         )
 
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
-        """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came
-        after it. Those sampled under the trained version or an older one count; the
-        others were sampled under weights that are lost. What is still in flight then is
+        """Put a new buffer into the state of `snapshot`. `since` are the later
+        outcomes. Those sampled under the trained version or an older one count; the
+        others were sampled under weights that are lost. What is then still in flight is
         interrupted: it is leased again. Raises BufferStateError if the task source
-        yields other tasks, or does not take its state back."""
+        yields other tasks, or refuses its state."""
         self.version = snapshot.version
         self._groups_leased = snapshot.groups_leased
         self._batches_taken = snapshot.batches_taken
@@ -337,7 +338,7 @@ class GroupBuffer:
 
     @property
     def can_fill(self) -> bool:
-        """Whether a batch can still come together."""
+        """Whether a batch can still complete."""
         return (
             not self._feed.end
             or len(self._ready) + len(self._in_flight) >= self._batch_size
@@ -345,12 +346,11 @@ class GroupBuffer:
 
     @property
     def filtered_out(self) -> str:
-        """As in `FilterVerdicts`."""
+        """See `FilterVerdicts.filtered_out`."""
         return self._verdicts.filtered_out
 
     def wait_report(self) -> WaitReport:
-        """What the next batch waits for. The report does not say how long it has
-        waited."""
+        """Report what the next batch waits for, without how long it has waited."""
         return WaitReport(
             wanted=self._batch_size,
             ready=len(self._ready),
@@ -365,7 +365,7 @@ class GroupBuffer:
         )
 
     def __str__(self) -> str:
-        """What a batch waits for, as the message of a DeadlineError says it."""
+        """Return what a batch waits for, as the message of a DeadlineError."""
         num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
         ready = f"{len(self._ready)} ready" + early_groups(num_early)
         in_flight = (
@@ -381,7 +381,8 @@ class GroupBuffer:
         return "; ".join(part for part in parts if part)
 
     def failure_report(self) -> FailureReport:
-        """What has failed so far, and how many of the last failures were the same."""
+        """Report what has failed so far, and how many of the last failures were
+        identical."""
         self._first_places = {
             place for place in self._first_places if self._awaiting(place)
         }
@@ -390,18 +391,18 @@ class GroupBuffer:
         )
 
     def metrics(self) -> dict[str, Metric]:
-        """Events since the last call, and how many groups and rollouts are in each
-        state now. `finished_reward_mean` is over all finished rollouts, including those
-        whose groups were dropped: a filter that drops solved tasks does not bias it.
-        `rollouts_counted/<reason>` are those failures that count with a reward."""
+        """Return events since the last call, and the number of groups and rollouts in
+        each state. `finished_reward_mean` is over all finished rollouts, including
+        those of dropped groups: a filter that drops solved tasks does not bias it.
+        `rollouts_counted/<reason>` are failures that count with a reward."""
         metrics = self.events.take_metrics()
         return metrics | {
             name: Mean(count) for name, count in self.counts().states.items()
         }
 
     def counts(self) -> BufferCounts:
-        """How many groups and rollouts are in each state now, and what has failed or
-        was dropped so far."""
+        """Count groups and rollouts in each state, and what has failed or was dropped
+        so far."""
         states = {
             "groups_in_flight": len(self._in_flight),
             "groups_ready": len(self._ready),
@@ -417,7 +418,7 @@ class GroupBuffer:
     # ----------------------------------------------------------------- inside
 
     def _awaiting(self, place: Place) -> OpenGroup | None:
-        """The group of this place, if the rollout there is in flight."""
+        """Return the group of this place if the rollout there is in flight."""
         group = self._in_flight.get(place.group_id)
         if group is None or not group.awaits(place):
             return None
@@ -436,7 +437,7 @@ class GroupBuffer:
         return len(self._batch.groups)
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
-        """Leases the places of the group that are to be leased."""
+        """Lease the group's places that are due."""
         indices = group.to_lease()
         none_ended = self.failures.none_ended
         for index in indices:
@@ -455,8 +456,8 @@ class GroupBuffer:
     def _fail(
         self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str
     ) -> None:
-        """A failed rollout counts with the reward that the run gives to such failures,
-        drops its group, or is tried again."""
+        """Count a failed rollout with the run's reward for such failures, drop its
+        group, or retry it."""
         self.events.note_failure(failure)
         rule = self._failure_rules.get(failure, "retry")
         partial = None
@@ -491,8 +492,8 @@ class GroupBuffer:
             self._replacements.append(group.id)
 
     def _complete(self, group: OpenGroup) -> None:
-        """All rollouts of the group have finished: it becomes ready, or the group
-        filter drops it."""
+        """Complete a group whose rollouts have all finished: it becomes ready, or the
+        group filter drops it."""
         self.events.complete_since_take += 1
         history = self._history.of(group.source_id or group.task_id)
         reason = self._verdicts.verdict(group, history)
@@ -523,7 +524,7 @@ class GroupBuffer:
     def _drop(
         self, group: OpenGroup, reason: DropReason, filter_reason: str = ""
     ) -> None:
-        """Ends a group that was not taken, and every place of it that has not ended."""
+        """End a group that was not taken, and all its places that have not ended."""
         was_in_flight = self._in_flight.pop(group.id, None) is not None
         self._ready.pop(group.id, None)
         del self._tasks[group.id]
@@ -546,9 +547,9 @@ class GroupBuffer:
             self._tell(group, dropped_group_name(reason, filter_reason))
 
     def _tell(self, group: OpenGroup, dropped: str = "") -> None:
-        """Tells the history of the task and the task source how the group ended: once
-        for each group, when it is complete or dropped before. `dropped`: why; "" if it
-        is kept."""
+        """Report how the group ended to the history of the task and the task source:
+        once for each group, when it is complete or dropped before. `dropped` is the
+        reason; "" if it is kept."""
         outcome = group.outcome(
             version=self.version, success_reward=self._success_reward, dropped=dropped
         )
@@ -557,7 +558,7 @@ class GroupBuffer:
         self._feed.record(outcome)
 
     def _note_source_fault(self, key: str, detail: str) -> None:
-        """`record` or `state` of the task source failed: the first one of each is
+        """Note an error of the task source's `record` or `state`: the first of each is
         shown, all are counted."""
         self.failures.note_user_code(key, detail)
         self.events.count(f"{key}_failed")

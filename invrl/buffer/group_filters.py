@@ -1,4 +1,5 @@
-"""Which complete groups are trained: the built-in group filters, and the user's."""
+"""Group filters: which complete groups are trained, by a built-in or the user's
+function."""
 
 from functools import partial
 
@@ -15,10 +16,10 @@ TOO_EASY = "too_easy"
 
 
 def nonzero_variance(group: Group, *, baseline: RewardBaseline = "depth") -> str | None:
-    """Drops a group in which no reward differs from those that it is compared with: its
+    """Drop a group in which no reward differs from those it is compared with: its
     advantages are all 0, so it would teach nothing and dilute the mean (DAPO's dynamic
-    sampling, arXiv 2503.14476, section 3.2). Rewards of turns, branches and children
-    are compared with rewards of the same kind (`comparison.py`)."""
+    sampling, arXiv 2503.14476, section 3.2). Rewards of turns, trajectories and
+    children are compared with rewards of the same kind (`comparison.py`)."""
     if any(comparison.differs for comparison in comparisons(group, baseline)):
         return None
     return ZERO_VARIANCE
@@ -34,15 +35,16 @@ def medium_difficulty(
     success_reward: float = 1.0,
     baseline: RewardBaseline = "depth",
 ) -> str | None:
-    """As `nonzero_variance`, and drops a group whose task the model solves too rarely
-    or too often: keeps it if low <= p <= high, where p is the share of rewards of at
-    least `success_reward` among the last `num_groups` groups of the task, this one
-    included.
+    """Drop a group like `nonzero_variance`, or because the model solves its task too
+    rarely or too often: keep it if low <= p <= high, where p is the share of rewards of
+    at least `success_reward` among the last `num_groups` groups of the task, including
+    this one.
 
     This is balanced online difficulty filtering (Bae et al., arXiv 2504.03380), which
-    takes p from the one group; `num_groups` = 1 is exactly that. With small groups p
+    takes p from the one group; `num_groups` = 1 is exactly that. With small groups, p
     over several is less often wrong by chance. The bounds 0.2 and 0.8 and the 4 groups
-    are our defaults."""
+    are our defaults.
+    """
     reason = nonzero_variance(group, baseline=baseline)
     if reason is not None:
         return reason
@@ -74,8 +76,9 @@ GROUP_FILTERS: dict[str, GroupFilter | HistoryGroupFilter] = {
 def group_filter_function(
     name: str, baseline: RewardBaseline = "depth"
 ) -> GroupFilter | HistoryGroupFilter:
-    """The built-in filter of that name, or the user's function at `module:name`. The
-    built-in one compares rewards of turns with this baseline. Raises PluginError."""
+    """Return the built-in filter of that name, or the user's function at `module:name`.
+    The built-in one compares rewards of turns with this baseline. Raises
+    PluginError."""
     function = load_group_filter(name, GROUP_FILTERS)
     if function is nonzero_variance and baseline == "group":
         return partial(nonzero_variance, baseline="group")
@@ -83,7 +86,8 @@ def group_filter_function(
 
 
 def configured_group_filter(config: BufferConfig) -> GroupFilter | HistoryGroupFilter:
-    """The filter that the settings name, with their bounds. Raises PluginError."""
+    """Return the filter that the settings name, with their bounds. Raises
+    PluginError."""
     function = group_filter_function(config.group_filter, config.turn_rewards.baseline)
     if function is medium_difficulty:
         bounds = config.difficulty or DifficultyConfig.model_validate({})

@@ -2,9 +2,10 @@
 
 A rollout's place is (group, index, attempt). `Ledger.move` is the only way to change
 its state: it checks the transition and emits a `LedgerEntry`. Invariant: a place only
-moves forward, except that one which a restart interrupts may be in flight again, and it
-ends once, either trained or dropped with a reason. `ledger_store.py` stores every
-entry."""
+moves forward, except that an interrupted one may be in flight again after a restart,
+and it ends once, either trained or dropped with a reason. `ledger_store.py` stores
+every entry.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -39,17 +40,17 @@ class LedgerEntry:
     reason: DropReason | None = None
     """Set exactly when the state is DROPPED."""
     failure: FailureReason | None = None
-    """Why the rollout itself failed, if its failure is the reason for the drop."""
+    """Reason that the rollout itself failed, if that caused the drop."""
     detail: str = ""
     """The filter's reason, or the failure's detail."""
     batch_id: int | None = None
     """Set exactly when the state is TAKEN or TRAINED."""
     session_id: str = ""
-    """The session whose outcome caused the transition; "" if there was none."""
+    """Session whose outcome caused the transition; "" if there was none."""
 
 
 class EntryFacts(TypedDict, total=False):
-    """Optional facts about a transition: fields of its `LedgerEntry`."""
+    """Optional fields of a transition's `LedgerEntry`."""
 
     reason: DropReason
     failure: FailureReason
@@ -59,17 +60,16 @@ class EntryFacts(TypedDict, total=False):
 
 
 class Ledger:
-    """Moves rollouts from state to state and counts them. The state of each rollout is
-    held by its group."""
+    """Moves rollouts from state to state and counts them. Their groups hold the
+    states."""
 
     def __init__(
         self, emit: Callable[[LedgerEntry], None] = lambda entry: None
     ) -> None:
         self._emit = emit
         self.sequence = 0
-        """The number of the next entry."""
+        """Number of the next entry."""
         self.counts: Counter[RolloutState] = Counter()
-        """How many rollouts are in each state now."""
 
     def move(
         self,
@@ -78,7 +78,7 @@ class Ledger:
         state: RolloutState,
         **facts: Unpack[EntryFacts],
     ) -> None:
-        """Changes the state of one rollout. Raises BufferStateError for a transition
+        """Change the state of one rollout. Raises BufferStateError for a transition
         that is not allowed, or whose facts do not fit the state."""
         before = group.states_G[index]
         place = group.place(index)

@@ -3,8 +3,8 @@
 An incarnation is one start of the run. It descends from the incarnation whose
 checkpoint it resumed from. The surviving lineage is everything that the last
 incarnation did, everything that its parent did up to that checkpoint, and so on back to
-the first. What an incarnation did after the checkpoint that its child began with is
-lost."""
+the first. Everything after a child's checkpoint is lost.
+"""
 
 import contextlib
 import math
@@ -30,13 +30,12 @@ class Incarnation:
 
     number: int
     parent: int
-    """The incarnation whose checkpoint this one resumed from; 0 if it resumed from
-    none."""
+    """Incarnation whose checkpoint this one resumed from; 0 for none."""
     step: int
-    """The step of the checkpoint that it began with; 0 if it began from the start."""
+    """Step of the checkpoint that it began with; 0 if it began from the start."""
     sequence: int
-    """The number of its first ledger entry. Its parent's entries from that number on
-    are lost."""
+    """Number of its first ledger entry. Its parent's entries from that number on are
+    lost."""
     started_at: float
 
 
@@ -46,7 +45,7 @@ class KeptEntry:
 
     incarnation: int
     at: float
-    """When it was written, in Unix seconds."""
+    """Time of the write in Unix seconds."""
     lost: bool
     """Whether it is outside of the surviving lineage."""
     entry: LedgerEntry
@@ -62,7 +61,7 @@ class LedgerStore:
         self._incarnation = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """Begins a new incarnation and returns its number. Raises RunStoreError if the
+        """Begin a new incarnation and return its number. Raises RunStoreError if the
         parent is not in the store."""
         newest = self._db.execute(
             "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations"
@@ -77,12 +76,12 @@ class LedgerStore:
         return self._incarnation
 
     def last_outbox_row(self) -> int:
-        """The number of the newest row of the outbox; 0 if there is none."""
+        """Return the number of the newest row of the outbox; 0 if there is none."""
         row = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()
         return int(row[0])
 
     def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
-        """Writes the entries in one transaction. With `to_disk`, everything that any
+        """Write the entries in one transaction. With `to_disk`, everything that any
         process has committed to the run's store so far, turns and outcomes included,
         survives a power loss once this returns: all of it is in one log, and the log is
         flushed."""
@@ -117,12 +116,12 @@ class LedgerStore:
 
 
 def read_incarnations(path: Path) -> list[Incarnation]:
-    """All incarnations of the run, oldest first."""
+    """Return all incarnations of the run, oldest first."""
     return incarnations_in(connect(path))
 
 
 def incarnations_in(db: sqlite3.Connection) -> list[Incarnation]:
-    """As `read_incarnations`, through a connection of the caller."""
+    """Return all incarnations through a connection of the caller."""
     rows = db.execute(
         "SELECT incarnation, parent, step, sequence, started_at FROM incarnations ORDER BY incarnation"
     )
@@ -130,16 +129,16 @@ def incarnations_in(db: sqlite3.Connection) -> list[Incarnation]:
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
-    """All entries, in the order in which they were written. Raises RunStoreError if the
-    parent of an incarnation is the incarnation itself or a later one."""
+    """Return all entries in the order of writing. Raises RunStoreError if the parent of
+    an incarnation is the incarnation itself or a later one."""
     return ledger_in(connect(path))
 
 
 def ledger_in(
     db: sqlite3.Connection, *, group_id: str | None = None
 ) -> list[KeptEntry]:
-    """As `read_ledger`, through a connection of the caller. `group_id`: only the
-    entries of this group."""
+    """Return entries like `read_ledger`, through a connection of the caller. `group_id`
+    selects the entries of one group."""
     lost_from = first_lost_sequences(incarnations_in(db))
     condition = ""
     values: tuple[str, ...] = ()
@@ -151,10 +150,10 @@ def ledger_in(
 
 
 def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
-    """By incarnation of the surviving lineage, the sequence number from which its
-    entries are lost: infinity for the last incarnation, none of whose entries are lost.
+    """Return, for each incarnation of the surviving lineage, the sequence number from
+    which its entries are lost: infinity for the last incarnation, which loses none.
     Walks from the last incarnation to its parent, and so on to the first. All entries
-    of incarnations that are not on that path are lost."""
+    of incarnations off that path are lost."""
     by_number = {incarnation.number: incarnation for incarnation in incarnations}
     lost_from: dict[int, float] = {}
     number = max(by_number, default=0)
@@ -172,10 +171,10 @@ def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float
 
 
 def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
-    """Checks that training was exactly-once along the surviving lineage: a place ends
-    at most once and is in at most one training batch, the batches are numbered without
-    a gap, and in a run that has `ended` every place has ended. Raises BufferStateError
-    that names the first place for which this is false."""
+    """Check that training was exactly-once along the surviving lineage: a place ends at
+    most once and is in at most one training batch, the batches are numbered without a
+    gap, and in a run that has `ended` every place has ended. Raises BufferStateError
+    naming the first violation."""
     last_states: dict[Place, RolloutState] = {}
     batch_ids: set[int] = set()
     for kept_entry in kept:
@@ -221,7 +220,7 @@ _COLUMNS = (
 
 
 def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
-    """The values of `_COLUMNS`."""
+    """Return the values of `_COLUMNS`."""
     return (
         incarnation,
         entry.sequence,
@@ -240,7 +239,8 @@ def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
 
 
 def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEntry:
-    """`row`: the values of `_COLUMNS`. `lost_from`: see `first_lost_sequences`."""
+    """Build an entry from the values of `_COLUMNS`. For `lost_from` see
+    `first_lost_sequences`."""
     values = dict(zip(_COLUMNS, row, strict=True))
     incarnation = values.pop("incarnation")
     written_at = values.pop("at")

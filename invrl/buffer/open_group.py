@@ -1,8 +1,9 @@
-"""A group that has not ended: the attempts at its places, the state of each, and the
-rollouts that finished.
+"""A group that has not ended: the attempts at its places, their states, and the
+finished rollouts.
 
 `group_buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py`
-changes states."""
+changes states.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,9 +23,9 @@ class RolloutState(StrEnum):
     FINISHED = "finished"
     """Rewarded; its group is not complete."""
     GROUPED = "grouped"
-    """In a complete group that may be taken."""
+    """Part of a complete group that may be taken."""
     TAKEN = "taken"
-    """In the batch that the loop has."""
+    """Part of the batch that the loop holds."""
     TRAINED = "trained"
     """The optimizer has made its steps with the batch."""
     DROPPED = "dropped"
@@ -41,26 +42,26 @@ class OpenGroup:
     states_G: list[RolloutState | None]
     """States of the current attempts; None: not leased yet."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
-    """By index."""
+    """Finished rollouts by index."""
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
-    """By index: the buffer's version when the current attempt was last leased. No token
-    of it is older."""
+    """Buffer's version when the current attempt was last leased, by index. No token of
+    it is older."""
     passed_over: bool = False
-    """Was ready when a full batch was taken without it."""
+    """Whether it was ready when a full batch was taken without it."""
     source_id: str = ""
-    """The id that the task source gave the task; `task_id` may have a number behind it.
-    "" in snapshots of runs that were begun before there was this field."""
+    """Task id from the task source; `task_id` may have a number appended. "" in
+    snapshots of runs from before this field."""
 
     @property
     def id(self) -> str:
         return f"g{self.number}"
 
     def place(self, index: int) -> Place:
-        """The place of the current attempt at this index."""
+        """Return the place of the current attempt at this index."""
         return Place(self.id, index, self.attempts_G[index])
 
     def members(self, state: RolloutState | None) -> list[int]:
-        """Indices whose current attempt is in this state."""
+        """Return indices whose current attempt is in this state."""
         return [
             index
             for index, member_state in enumerate(self.states_G)
@@ -68,7 +69,7 @@ class OpenGroup:
         ]
 
     def to_lease(self) -> list[int]:
-        """Indices whose current attempt is to be leased, for the first time or
+        """Return indices whose current attempt must be leased, for the first time or
         again."""
         return sorted([*self.members(None), *self.members(RolloutState.INTERRUPTED)])
 
@@ -82,11 +83,11 @@ class OpenGroup:
         )
 
     def rollouts(self) -> list[RolloutSummary]:
-        """The rollouts that finished, in the order of their indices."""
+        """Return the finished rollouts in the order of their indices."""
         return [self.finished[index] for index in sorted(self.finished)]
 
     def versions(self) -> tuple[WeightVersion, WeightVersion] | None:
-        """The versions of the oldest and of the newest token that would be trained;
+        """Return the versions of the oldest and newest token that would be trained;
         None if there is no such token."""
         trained = [
             rollout for rollout in self.finished.values() if rollout.trained_tokens
@@ -99,7 +100,7 @@ class OpenGroup:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts groups by their oldest token, then by their number."""
+        """Sort key: the oldest token, then the group's number."""
         oldest = WeightVersion(0)
         versions = self.versions()
         if versions is not None:
@@ -109,8 +110,8 @@ class OpenGroup:
     def outcome(
         self, *, version: WeightVersion, success_reward: float, dropped: str
     ) -> GroupOutcome:
-        """How the group ended. `version`: the trainer's; `dropped`: why it is dropped,
-        "" if it is kept."""
+        """Return how the group ended. `version` is the trainer's; `dropped` is the
+        reason, "" if it is kept."""
         rewards_G = tuple(rollout.reward for rollout in self.rollouts())
         return GroupOutcome(
             task_id=self.source_id or self.task_id,

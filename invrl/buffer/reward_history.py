@@ -1,9 +1,9 @@
-"""What each task's groups were rewarded so far: what a group filter with the parameter
-`history` is given.
+"""Rewards of each task's groups so far, for a group filter with the parameter
+`history`.
 
 Kept only if the filter asks for it, and part of the buffer's snapshot. It is bounded:
-the last groups of a task one by one and the rest as sums, for the tasks that were seen
-last."""
+the last groups of a task one by one and the rest as sums, for the most recent tasks.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,26 +13,25 @@ from invrl.types.groups import GroupOutcome, TaskHistory
 RECENT_GROUPS = 16
 """Groups of a task that are kept one by one."""
 MAX_TASKS = 100_000
-"""Tasks of which a history is kept. Beyond it, the one that was seen longest ago is
-forgotten."""
+"""Tasks with a history. Beyond it, the least recent one is forgotten."""
 
 
 class RewardHistory:
-    """By task id as the source gave it; a task that comes back in a later epoch
-    continues its history."""
+    """Histories by the source's task id; a task that returns in a later epoch continues
+    its history."""
 
     def __init__(self, max_tasks: int = MAX_TASKS) -> None:
         self._max_tasks = max_tasks
         self._tasks: dict[str, TaskHistory] = {}
-        """The task that was seen longest ago comes first."""
+        """Least recent task first."""
 
     def of(self, task_id: str) -> TaskHistory:
-        """The complete groups of this task so far."""
+        """Return the complete groups of this task so far."""
         return self._tasks.get(task_id) or TaskHistory(task_id=task_id)
 
     def note(self, outcome: GroupOutcome) -> None:
-        """Adds a group, if it is complete: what was cut off says nothing certain about
-        its task."""
+        """Add a group if it is complete: a partial one says nothing certain about its
+        task."""
         if not outcome.complete:
             return
         before = self.of(outcome.task_id)

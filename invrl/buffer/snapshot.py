@@ -1,9 +1,10 @@
 """The buffer's state at a checkpoint, from which a later incarnation of the run
 resumes.
 
-A snapshot is taken between `trained` and `advance`, when no batch is out. Of a plain
-task source it holds no tasks, because the source yields the same ones again; of one
-that is told outcomes, its state and the tasks of the open groups (`task_feed.py`)."""
+A snapshot is taken between `trained` and `advance`, when no batch is out. It holds no
+tasks of a plain task source, which yields the same ones again; of a source that records
+outcomes, it holds its state and the tasks of the open groups (`task_feed.py`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from invrl.types.weights import WeightVersion
 class BufferSnapshot:
     version: WeightVersion
     trained: WeightVersion
-    """The version that the trainer holds: one ahead of the buffer's until `advance`."""
+    """Version that the trainer holds: one ahead of the buffer's until `advance`."""
     groups_leased: int
-    """Also the position in the task source: each group took one task."""
+    """Number of leased groups, also the position in the task source: each group took
+    one task."""
     batches_taken: int
     in_flight: tuple[OpenGroup, ...]
     ready: tuple[OpenGroup, ...]
@@ -28,12 +30,12 @@ class BufferSnapshot:
     dropped: Mapping[str, int]
     failed: Mapping[str, int]
     sequence: int
-    """The number of the ledger's next entry. Entries with smaller numbers are of the
+    """Number of the ledger's next entry. Entries with smaller numbers are of the
     surviving lineage."""
     incarnation: int = 0
     outbox_seq: int = 0
-    """The number of the last outbox row that this snapshot includes."""
+    """Number of the last outbox row that this snapshot includes."""
     feed: FeedSnapshot | None = None
     """None: the task source is read again."""
     histories: tuple[TaskHistory, ...] = ()
-    """Empty unless the group filter looks at them."""
+    """Empty unless the group filter reads them."""

@@ -1,11 +1,12 @@
-"""The tasks that groups are leased for, in the order of the task source, and why there
-are no more.
+"""Tasks of new groups, in the order of the task source, and the reason that there are
+no more.
 
-A plain source gives the same tasks for the same seed, so a resume reads it again up to
-where it was. A source that is told outcomes (`OutcomeRecorder`) or that keeps its state
+A plain source yields the same tasks for the same seed, so a resume reads it again up to
+where it was. A source that records outcomes (`OutcomeRecorder`) or keeps its state
 (`StateKeeper`) is not read again: the snapshot holds its state and the tasks of the
-open groups. What goes wrong in the source is a fault of data, not of the run: it is
-shown, and the run goes on as long as tasks come."""
+open groups. Errors in the source are errors of data, not of the run: they are shown,
+and the run continues as long as tasks come.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,31 +31,31 @@ class FedTask:
     """A task for a new group."""
 
     task: Task
-    """With an id that no other task of the run has."""
+    """Task with an id that no other task of the run has."""
     source_id: str
-    """The id that the source gave it."""
+    """Id from the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSnapshot:
-    """Where a source is that a resume cannot read again."""
+    """Position of a source that a resume cannot read again."""
 
     tasks: Mapping[str, Mapping[str, Any]]
-    """The tasks of the open groups, by group id: the fields of `Task`."""
+    """Tasks of the open groups, by group id: the fields of `Task`."""
     occurrences: Mapping[str, int]
-    """How often the source has given each id."""
+    """Number of times that the source has yielded each id."""
     state: Any = None
-    """What its `state()` returned."""
+    """Return value of its `state()`."""
     no_state: str = ""
-    """Why there is no state."""
+    """Reason that there is no state."""
 
 
 class TaskFeed:
-    """Reads the task source, which is user code: if it raises or yields something else,
-    it has ended.
+    """Reads the task source, which is user code: if it raises or yields anything but a
+    task, it has ended.
 
-    `note_fault` is called with the key and the text of what goes wrong in `record` and
-    `state`."""
+    `note_fault` is called with the key and the text of errors in `record` and `state`.
+    """
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class TaskFeed:
         self._note_fault = note_fault
         self._ids = DistinctIds()
         self.end = ""
-        """Why no more tasks come; "" while they do."""
+        """Reason that no more tasks come; "" while they do."""
 
     @property
     def is_read_again(self) -> bool:
@@ -75,7 +76,7 @@ class TaskFeed:
         return self._recorder is None and self._keeper is None
 
     def next(self) -> FedTask | None:
-        """The next task, or None once the source has ended."""
+        """Return the next task, or None once the source has ended."""
         if self.end:
             return None
         try:
@@ -94,7 +95,8 @@ class TaskFeed:
         )
 
     def _fault(self, task: object) -> str:
-        """Why the run cannot go on with what the source yielded; "" if it can."""
+        """Describe why the run cannot continue with the yielded object; "" if it
+        can."""
         if not isinstance(task, Task):
             return (
                 f"the task source yielded {type(task).__name__}, not invrl.types.Task"
@@ -113,7 +115,7 @@ class TaskFeed:
         return ""
 
     def record(self, outcome: GroupOutcome) -> None:
-        """Tells the source how a group ended, if it wants to know."""
+        """Report to the source how a group ended, if it records outcomes."""
         if self._recorder is None:
             return
         try:
@@ -124,9 +126,9 @@ class TaskFeed:
     # ----------------------------------------------------------------- incarnations
 
     def snapshot(self, tasks: Mapping[str, Task]) -> FeedSnapshot | None:
-        """Where the source is; None if a resume reads it again. `tasks`: those of the
-        open groups, by group id. A `state()` that fails costs the state, not the
-        checkpoint."""
+        """Return the source's position; None if a resume reads it again. `tasks` are
+        those of the open groups, by group id. A failing `state()` loses the state, not
+        the checkpoint."""
         if self.is_read_again:
             return None
         state = None
@@ -158,9 +160,9 @@ class TaskFeed:
         num_groups: int,
         groups: Iterable[OpenGroup],
     ) -> dict[str, Task]:
-        """Puts the new source where the one of the snapshot was, after `num_groups`
-        tasks. Returns the tasks of `groups`, by group id. Raises BufferStateError if
-        the source yields other tasks or refuses its state."""
+        """Move the new source to the snapshot's position, after `num_groups` tasks, and
+        return the tasks of `groups` by group id. Raises BufferStateError if the source
+        yields other tasks or refuses its state."""
         if snapshot is None:
             if not self.is_read_again and num_groups:
                 raise BufferStateError(
@@ -207,9 +209,9 @@ class TaskFeed:
     def _read_again(
         self, num_groups: int, groups: Iterable[OpenGroup]
     ) -> dict[str, Task]:
-        """Reads one task for each of the `num_groups` groups that the run has leased so
-        far. Returns those of `groups`, by group id. Raises BufferStateError if they had
-        other tasks."""
+        """Read one task for each of the `num_groups` groups leased so far, and return
+        those of `groups` by group id. Raises BufferStateError if they had other
+        tasks."""
         groups_by_number = {group.number: group for group in groups}
         tasks: dict[str, Task] = {}
         for number in range(num_groups):
@@ -229,7 +231,7 @@ class TaskFeed:
 
 
 def _shown(error: BaseException) -> str:
-    """What was raised, and at which line of user code, in one line."""
+    """Return the exception and its line of user code, in one line."""
     line = raised_at(error)
     if not line:
         return describe_exception(error)
@@ -237,7 +239,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _shown_below(error: BaseException) -> str:
-    """The same in two lines, as the console shows failures."""
+    """Return the same in two lines, as the console shows failures."""
     line = raised_at(error)
     if not line:
         return describe_exception(error)

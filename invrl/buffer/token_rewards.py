@@ -1,13 +1,13 @@
-"""The rewards of a row's tokens, for advantages that the trainer computes token by
-token (GAE). Pure.
+"""Rewards of a sample's tokens, for advantages that the trainer computes token by token
+(GAE). Pure.
 
-Each row is an episode of its own, which ends at its last trained token. There its
-branch's reward is placed: in full on every row, because every branch came to that end.
-If it were divided among the rows, it would be worth less the more branches a rollout
-has. A turn's reward is placed at the turn's last trained token. If the turn is not
-trained, it is placed at the last trained token before the turn's end, and nowhere if
-there is none. So the reward of a turn that several branches share counts once, in the
-row in which the turn is trained.
+Each sample is a separate episode, which ends at its last trained token. Its
+trajectory's reward is placed there, in full on every sample, because every trajectory
+reached that end; divided among samples, it would shrink with the number of
+trajectories. A turn's reward is placed at the turn's last trained token. If the turn is
+not trained, it is placed at the last trained token before the turn's end, and nowhere
+if there is none. So the reward of a turn that several trajectories share counts once,
+in the sample in which the turn is trained.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,13 +29,13 @@ def token_rewards(
     use: RewardUse = "replace",
     columns: Iterable[NDArray[np.float32]] = (),
 ) -> NDArray[np.float32]:
-    """float32 [T], 0 where the loss mask is False.
+    """Return token rewards, float32 [T], 0 where the loss mask is False.
 
-    branch_turns: all turns of the row's branch; T may end before the last of them. With
-    `use` "replace" the branch's reward is its most particular one (branch, else child
-    session, else the rollout's final one); with "add" it is the sum of those. Rewards
-    of turns are rewards on the way and count with both. `columns`, [T] each, are added
-    on trained tokens.
+    `branch_turns` are all turns of the sample's trajectory; T may end before the last
+    of them. With `use` "replace" the trajectory's reward is its most specific one
+    (trajectory, else child session, else the rollout's final one); with "add" it is the
+    sum of those. Rewards of turns are intermediate rewards and count with both.
+    `columns`, [T] each, are added on trained tokens.
     """
     rewards_T = np.zeros(len(mask_T), np.float64)
     for column_T in columns:

@@ -1,17 +1,18 @@
 """Builds a TrainBatch from a taken batch and its tokens. Pure.
 
-Each branch of a rollout becomes one row, the branches of its child sessions included.
-Invariant: a sampled token is trained in exactly one row. A turn that several branches
-share is trained in the first of them and is context in the others. A turn is not
-trained if its answer never reached the client or if it was aborted. At the end of a
-branch such turns are cut off. Inside a branch they stay as context, because what
-follows was conditioned on them.
+Each trajectory of a rollout becomes one sample, including those of its child sessions.
+Invariant: a sampled token is trained in exactly one sample. A turn that several
+trajectories share is trained in the first of them and is context in the others. A turn
+is not trained if its reply never reached the client or if it was aborted. At the end of
+a trajectory such turns are cut off. Inside a trajectory they stay as context, because
+later turns were conditioned on them.
 
-Which reward counts for a token: the one of its turn; if there is none, its branch's
-(that of the deepest rewarded turn of the branch); if there is none, its child
-session's; else the rollout's final one. With the use "add", all of these count, and a
-turn also has the rewards of the turns that follow it. The advantage of a reward is
-computed among rewards of its own kind (`comparison.py`)."""
+The reward of a token is that of its turn; if there is none, its trajectory's (that of
+the deepest rewarded turn of the trajectory); if there is none, its child session's;
+else the rollout's final one. With the use "add", all of these count, and a turn also
+has the rewards of the turns that follow it. The advantage of a reward is computed among
+rewards of its own kind (`comparison.py`).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,9 +51,9 @@ from invrl.types.turns import Turn
 from invrl.user_code.plugins import takes_keyword
 
 REWARDS_COLUMN = "rewards"
-"""The column of a row's token rewards, where the trainer computes the advantages."""
+"""Column of a sample's token rewards, where the trainer computes the advantages."""
 SHAPING_NUMBER = "reward_shaping"
-"""The number of a row that was added to its rollout's final reward, where rewards are
+"""Number of a sample that was added to its rollout's final reward, where rewards are
 shaped."""
 
 
@@ -67,29 +68,29 @@ def build_batch(
     extra_columns: Iterable[ExtraColumn] = (),
     rules: CreditRules = PLAIN_RULES,
 ) -> TrainBatch:
-    """Rows with their advantages, in the order of the groups. A reward's advantage is
-    written to each trained token that it counts for. A rollout counts once in its
-    group's baseline, however many rows it becomes.
+    """Build samples with their advantages, in the order of the groups. A reward's
+    advantage is written to each trained token that it counts for. A rollout counts once
+    in its group's baseline, however many samples it becomes.
 
-    With `use` "replace", only the most particular reward of a token counts. With "add",
-    a token's advantage is the sum of the advantages of its final, child's and branch's
-    reward and of the turn rewards from its own turn to the end of its row, each times
-    `rules.discount` for every turn in between. With `baseline` "group", turn rewards
-    only and no discount, that is the process supervision of GRPO (arXiv 2402.03300,
-    section 4.1.3).
+    With `use` "replace", only the most specific reward of a token counts. With "add", a
+    token's advantage is the sum of the advantages of its final, child's and
+    trajectory's reward and of the turn rewards from its own turn to the end of its
+    sample, each times `rules.discount` for every turn in between. With `baseline`
+    "group", turn rewards only and no discount, this is the process supervision of GRPO
+    (arXiv 2402.03300, section 4.1.3).
 
-    Final rewards are shaped and rollouts left out by the `rules` before rewards are
-    compared (`credited_groups.py`); advantages are whitened by them after that. With
-    `rules.token_level` the advantages are 0, and rows have the column "rewards" instead
-    (`token_rewards.py`).
+    The `rules` shape final rewards and leave rollouts out before rewards are compared
+    (`credited_groups.py`), and whiten the advantages afterwards. With
+    `rules.token_level` the advantages are 0, and samples have the column "rewards"
+    instead (`token_rewards.py`).
 
-    Every row has each of the `extra_columns`, whether or not its rollout was given
-    numbers of it: those of tokens and of turns as a column, those of rollouts as a
-    number.
+    Every sample has each of the `extra_columns`, even if its rollout was given no
+    numbers: those of tokens and turns as a column, those of rollouts as a number.
 
     Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if
     the advantage function does not return one finite number per rollout; ConfigError
-    for a reward column that rows do not have."""
+    for a reward column that samples do not have.
+    """
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     declared_columns = tuple(extra_columns)
     groups = [credited_group(group, rules) for group in taken.groups]
@@ -169,11 +170,12 @@ def _with_token_rewards(
     return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
 
-# ----------------------------------------------------------------- branches and rows
+# ---------------------------------------------------------- trajectories and samples
 
 
 def rows_of(rollout: Rollout) -> list[TrainSample]:
-    """The rows of a rollout, without extra columns, whether or not it was trained."""
+    """Return the samples of a rollout, without extra columns, whether or not it was
+    trained."""
     return [row.sample for row in _rows(rollout, ())]
 
 
@@ -182,7 +184,7 @@ class _Branch:
     turns: tuple[Turn, ...]
     """All its turns, from the root to the leaf."""
     row_turns: tuple[Turn, ...]
-    """The turns of its row: all up to the last one that may be trained."""
+    """Turns of its sample: all up to the last one that may be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,8 +194,8 @@ class _Row:
 
 
 def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
-    """The rows of a rollout. A branch becomes no row if another branch continues its
-    row, or if all its turns are trained in earlier rows already."""
+    """Return the samples of a rollout. A trajectory becomes no sample if another
+    trajectory continues it, or if all its turns are trained in earlier samples."""
     branches = _branches(rollout)
     continued_ids: set[str] = set()
     for branch in branches:
@@ -216,7 +218,8 @@ def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
 
 
 def _branches(rollout: Rollout) -> list[_Branch]:
-    """The branches that have a turn to train, without those of untrained roots."""
+    """Return the trajectories that have a turn to train, without those of untrained
+    roots."""
     branches: list[_Branch] = []
     for trajectory in rollout.trajectories:
         turns = trajectory.turns
@@ -240,8 +243,9 @@ def _training_sample(
     trained_ids: set[str],
     extra_columns: Sequence[ExtraColumn],
 ) -> TrainSample:
-    """The row of a branch. The sampled tokens of the turns in `trained_ids` are
-    trained; all other tokens are context, with log-prob 0 and version -1."""
+    """Build the sample of a trajectory. The sampled tokens of the turns in
+    `trained_ids` are trained; all other tokens are context, with log-prob 0 and version
+    -1."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -298,8 +302,8 @@ def _extra_columns(
     mask_T: NDArray[np.bool_],
     extra_columns: Sequence[ExtraColumn],
 ) -> dict[str, NDArray[np.float32]]:
-    """By name, float32 [T]: the columns of tokens and of turns. 0 where a token is not
-    trained; the default where it is trained and was given no number."""
+    """Return the columns of tokens and turns by name, float32 [T]: 0 at untrained
+    tokens; the default at trained tokens without a number."""
     columns: dict[str, NDArray[np.float32]] = {}
     for column in extra_columns:
         if column.level == "rollout":
@@ -315,7 +319,7 @@ def _extra_columns(
 def _numbers_of_turn(
     rollout: Rollout, turn: Turn, column: ExtraColumn
 ) -> NDArray[np.float32]:
-    """One number for each sampled token of the turn."""
+    """Return one number for each sampled token of the turn."""
     if column.level == "token":
         given_T = rollout.token_numbers.get(turn.id, {}).get(column.name)
         if given_T is not None:
@@ -331,7 +335,7 @@ def _numbers_of_turn(
 def _extra_numbers(
     summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]
 ) -> dict[str, float]:
-    """By name: the numbers of the rollout, or their defaults."""
+    """Return the numbers of the rollout, or their defaults, by name."""
     return {
         column.name: summary.numbers.get(column.name, column.default)
         for column in extra_columns
@@ -340,8 +344,9 @@ def _extra_numbers(
 
 
 def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
-    """The experts that computed each token of a row: those of the pass that predicted
-    the token after it. Unknown for turns without a record, and for the last token."""
+    """Return the experts that computed each token of a sample: those of the pass that
+    predicted the next token. Unknown for turns without a record, and for the last
+    token."""
     recorded = [
         rollout.routed_experts[turn.id]
         for turn in turns
@@ -365,7 +370,7 @@ def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
 def _top_logprobs(
     rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]
 ) -> TopLogprobs | None:
-    """The likeliest tokens in the place of each trained token of a row. None in turns
+    """Return the likeliest tokens at each trained token of a sample. None in turns
     without a record."""
     if not any(turn.id in rollout.top_logprobs for turn in turns):
         return None
@@ -381,8 +386,8 @@ def _top_logprobs(
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
-    """The reward of the deepest rewarded turn; else that of the child session; else the
-    rollout's."""
+    """Return the reward of the deepest rewarded turn; else that of the child session;
+    else the rollout's."""
     for turn in reversed(turns):
         if turn.id in summary.branch_rewards:
             return summary.branch_rewards[turn.id]
@@ -391,8 +396,8 @@ def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
 
 
 def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
-    """The one temperature of a row, which the run fixes: the trainer divides the row's
-    logits by it."""
+    """Return the one temperature of a sample, which the run fixes: the trainer divides
+    the sample's logits by it."""
     temperatures = {turn.temperature for turn in turns}
     if len(temperatures) != 1:
         raise BufferStateError(
@@ -411,7 +416,6 @@ def _advantages_of_batch(
     eps: float,
     rules: CreditRules,
 ) -> dict[RewardOwner, float]:
-    """The advantage of every reward that was given in the groups."""
     if rules.over_batch:
         return _advantages_of(
             batch_comparisons(groups, baseline), advantage_fn, eps, None
@@ -430,8 +434,8 @@ def _advantages_of(
     eps: float,
     group: Group | None,
 ) -> dict[RewardOwner, float]:
-    """`group`: the one whose final rewards are compared first; None: rewards of several
-    groups are."""
+    """Return advantages by owner. `group` is the one whose final rewards are compared
+    first; None: rewards of several groups are compared."""
     advantage_of: dict[RewardOwner, float] = {}
     for number, comparison in enumerate(compared):
         of_rollouts = group if number == 0 else None
@@ -448,7 +452,7 @@ def _call_advantage_fn(
     eps: float,
     group: Group | None,
 ) -> Sequence[float]:
-    """The group is given to a function that has a parameter for it. None: the rewards
+    """Call the function, with the group if it has a parameter for it. None: the rewards
     are not one per rollout."""
     if takes_keyword(advantage_fn, "group"):
         returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
@@ -470,7 +474,7 @@ def _token_advantages(
     use: RewardUse,
     discount: float,
 ) -> NDArray[np.float64]:
-    """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
+    """Return the advantage of each token of a sample, [T]; 0 for untrained tokens."""
     turns = row.branch.turns
     owners = branch_owners(summary, turns)
     if use == "add":
@@ -490,8 +494,8 @@ def _most_particular_advantages(
     owners: Sequence[RewardOwner],
     advantage_of: Mapping[RewardOwner, float],
 ) -> dict[str, float]:
-    """By turn id: the advantage of the turn's own reward, or else that of its
-    branch."""
+    """Return, by turn id, the advantage of the turn's reward, or else of its
+    trajectory's."""
     branch_advantage = advantage_of[owners[-1]]
     advantages: dict[str, float] = {}
     for turn in turns:
@@ -506,8 +510,9 @@ def _summed_advantages(
     advantage_of: Mapping[RewardOwner, float],
     discount: float,
 ) -> dict[str, float]:
-    """By turn id: the discounted sum of the advantages of the turn, of the turns that
-    follow it, and of the branch, whose rewards come with its last turn."""
+    """Return, by turn id, the discounted sum of the advantages of the turn, of the
+    turns that follow it, and of the trajectory, whose rewards come with its last
+    turn."""
     branch_advantage = sum(advantage_of[owner] for owner in owners)
     turn_sum = 0.0
     sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What the next batch waits for: counts since the batch before it was taken."""
+"""Report of what the next batch waits for: counts since the last batch was taken."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from invrl.types.groups import Group
 from invrl.types.reasons import DropReason
 
 _NUM_SHOWN = 3
-"""How many kinds of rewards `shown_rewards` names."""
+"""Number of kinds of rewards that `shown_rewards` names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class WaitingGroup:
     """Rollouts that have not ended."""
     size: int
     since_s: float = 0.0
-    """Seconds since rollouts of it were last leased."""
+    """Seconds since its rollouts were last leased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,38 +33,35 @@ class WaitReport:
     ready: int
     in_flight: tuple[WaitingGroup, ...]
     complete: int
-    """Groups whose rollouts have all finished since the last batch was taken; dropped
-    ones are among them."""
+    """Groups whose rollouts have all finished since the last batch was taken, including
+    dropped ones."""
     dropped: Mapping[str, int]
     """Groups dropped since then, by reason."""
     failed: Mapping[str, int]
     """Rollouts failed since then, by reason."""
     filter_name: str
     filtered_rewards: Mapping[str, int]
-    """The groups that the filter dropped in a row until now: how many, by what their
-    rewards were."""
+    """Groups that the filter dropped in a row until now, by their rewards."""
     filtered_limit: int
-    """How many groups in a row it may drop; 0: any number."""
+    """Number of groups in a row that it may drop; 0: any number."""
     source_end: str = ""
-    """Why no more tasks come; "" while they do."""
     outside: WaitsOutside | None = None
-    """Where environments that we do not start run the rollouts."""
+    """Environments not started by us that run the rollouts."""
 
     @property
     def filtered_streak(self) -> int:
-        """How many groups the filter dropped in a row until now."""
+        """Number of groups that the filter dropped in a row until now."""
         return sum(self.filtered_rewards.values())
 
 
 @dataclass(slots=True)
 class FilteredStreak:
-    """The groups that the filter dropped since it last kept one, by what their rewards
-    were."""
+    """Groups that the filter dropped since it last kept one, by their rewards."""
 
     by_rewards: Counter[str] = field(default_factory=Counter)
 
     def dropped(self, group: Group, reason: str) -> None:
-        """`reason`: the filter's."""
+        """Count a dropped group with the filter's reason."""
         rewards = [rollout.reward for rollout in group.rollouts_G]
         low = min(rewards)
         high = max(rewards)
@@ -84,8 +81,8 @@ class FilteredStreak:
 
 
 def shown_rewards(by_rewards: Mapping[str, int]) -> str:
-    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; the rest as "2 x
-    others"."""
+    """Format as "rewards: 60 x all 1, 4 x all 0", the most frequent first; the rest as
+    "2 x others"."""
     ordered = Counter(by_rewards).most_common()
     parts = [f"{count} x {text}" for text, count in ordered[:_NUM_SHOWN]]
     num_others = sum(count for _, count in ordered[_NUM_SHOWN:])
@@ -95,7 +92,7 @@ def shown_rewards(by_rewards: Mapping[str, int]) -> str:
 
 
 def waiting_group(group: OpenGroup) -> WaitingGroup:
-    """A group in flight. How long it has waited is not known here."""
+    """Return a group in flight, without the time it has waited."""
     size = len(group.states_G)
     num_missing = size - len(group.finished)
     return WaitingGroup(
@@ -104,15 +101,15 @@ def waiting_group(group: OpenGroup) -> WaitingGroup:
 
 
 def early_groups(count: int) -> str:
-    """The note about ready groups with tokens of a version whose canary has not passed;
-    "" for none."""
+    """Return the note about ready groups with tokens of a version whose canary has not
+    passed; "" for none."""
     if not count:
         return ""
     return f" ({count} of them wait for the canary of their weight version)"
 
 
 def counts_by_reason(name: str, counts: Mapping[str, int]) -> str:
-    """As "groups dropped: 2 stale, 4 zero_variance"; "" for none."""
+    """Format as "groups dropped: 2 stale, 4 zero_variance"; "" for none."""
     if not counts:
         return ""
     parts = [f"{count} {reason}" for reason, count in sorted(counts.items())]

@@ -1,20 +1,22 @@
-"""From a conversation to the tokens that are trained: one branch, or several where the
-template writes its history anew.
+"""Conversion of a conversation to trained tokens: one trajectory, or several where the
+template rewrites its history.
 
-Each trained reply stands behind exactly the tokens that the gateway would send to an
-engine for it, and is what the template writes there, with the token that ends the turn.
-So a model that was trained here and is then served, or trained with rollouts, sees the
-same ids.
+Each trained reply follows exactly the tokens that the gateway would send to an engine
+for it, and is what the template writes there, with the token that ends the turn. So a
+model that was trained here and is then served, or trained with rollouts, sees the same
+ids.
 
     context     the ids of the prompt, with the beginning of the reply    not trained
     reply       the ids of its text, and the end of the turn              trained
     context     what the template writes between this reply and the next  not trained
     ...
 
-A branch goes on as long as the renderer continues it (`gateway/rendering/renderer.py`).
-Where it does not (the template drops earlier thinking and `keep_thinking` is off, or it
-writes earlier replies otherwise), the next reply begins a branch of its own, with its
-whole history as context. A rollout forks in the same way."""
+A trajectory continues as long as the renderer continues it
+(`gateway/rendering/renderer.py`). Where it does not (the template drops earlier
+thinking and `keep_thinking` is off, or it rewrites earlier replies), the next reply
+begins a new trajectory, with its whole history as context. A rollout forks in the same
+way.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,7 @@ from invrl.gateway.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
-    """Tokens, and which of them are trained: both [T]."""
+    """Tokens, and a mask of the trained ones: both [T]."""
 
     tokens_T: NDArray[np.int32]
     trained_T: NDArray[np.bool_]
@@ -43,12 +45,13 @@ class _Reply:
     before: str
     text: str
     follows_prompt: bool
-    """What comes before is the prompt that the gateway would send."""
+    """Whether the text before it is the prompt that the gateway would send."""
 
 
 def branches(renderer: Renderer, dialogue: Dialogue) -> list[Branch]:
-    """At least one. Raises UnusableRowError if the template refuses the conversation,
-    or writes a reply in another way than it asks for it."""
+    """Convert a conversation to at least one trajectory. Raises UnusableRowError if the
+    template refuses the conversation, or writes a reply in another way than it asks for
+    it."""
     try:
         return _branches(renderer, dialogue)
     except SessionError as error:
@@ -83,9 +86,9 @@ def _branches(renderer: Renderer, dialogue: Dialogue) -> list[Branch]:
 
 
 def _find_reply(renderer: Renderer, prompt: Prompt, place: int) -> _Reply:
-    """The message at this place, as the template writes it when it comes last. A
-    template that marks what the model generates is believed; otherwise it is what
-    stands behind the prompt."""
+    """Return the message at this position, as the template writes it when it comes
+    last: the part that the template marks as generated, if it does; otherwise the part
+    after the prompt."""
     asked = renderer.text(replace(prompt, messages=prompt.messages[:place]))
     conversation = replace(prompt, messages=prompt.messages[: place + 1])
     answered = renderer.text(conversation, add_generation_prompt=False)
@@ -118,7 +121,7 @@ def _find_reply(renderer: Renderer, prompt: Prompt, place: int) -> _Reply:
 
 
 def _up_to_end_of_turn(renderer: Renderer, text: str) -> str:
-    """Without what the template writes behind the token that ends the turn."""
+    """Cut what the template writes after the token that ends the turn."""
     if not text.endswith(renderer.after_reply):
         return text
     return text.removesuffix(renderer.after_reply) + renderer.end_of_turn

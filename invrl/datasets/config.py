@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt
 from invrl.types.section import Section, Text
 
 Kind = Literal["conversations", "pairs", "labels"]
-"""What a row is: one conversation; a chosen and a rejected one; or one with a
+"""Kind of a row: one conversation; a chosen and a rejected one; or one with a
 verdict."""
 KIND_OF_OBJECTIVE: dict[str, Kind] = {
     "sft": "conversations",
@@ -17,7 +17,7 @@ KIND_OF_OBJECTIVE: dict[str, Kind] = {
     "simpo": "pairs",
     "kto": "labels",
 }
-"""The built-in objectives that train on a file, and what its rows must be."""
+"""Built-in objectives that train on a file, and the kind of their rows."""
 
 
 class DataConfig(Section):

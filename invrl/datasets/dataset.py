@@ -1,11 +1,12 @@
 """The data of a run without rollouts: its files, read and split, and the batch of each
 step.
 
-Rows are read and checked before a process starts; they become tokens when their step
-comes, or all at once where they are held out. Before the start, a thousand rows spread
-over the file are tokenised too, so that a template that refuses such conversations is
-found. A row that turns out to be unusable only later is left out and counted: it may be
-one of a million."""
+Rows are read and checked before a process starts; they are tokenized at their step, or
+all together if they are held out. Before the start, a thousand rows spread over the
+file are also tokenized, so that a template that refuses such conversations is found. A
+row that turns out to be unusable later is left out and counted: it may be one of a
+million.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ _ROWS_TOKENISED_AT_START = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelText:
-    """What turns messages into tokens: the model folder, the template in place of its
-    own ("" for none), and how many tokens a row may have."""
+    """Converts messages to tokens: the model folder, the template that replaces its own
+    ("" for none), and the maximum length of a row in tokens."""
 
     folder: Path
     vocab_size: int
@@ -47,12 +48,12 @@ class StepData:
     skipped: int
     """Rows that are too long."""
     unusable: tuple[str, ...]
-    """What is wrong with rows that cannot be trained, one sentence each."""
+    """Errors of rows that cannot be trained, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """At least one row to train on."""
+    """Rows of a run's files, at least one to train on."""
 
     file: str
     rows: tuple[DataRow, ...]
@@ -63,8 +64,8 @@ class Dataset:
     order: RowOrder
 
     def step(self, step: int) -> StepData:
-        """The data of a step, from 1. Raises ConfigError for a row that cannot be
-        trained where `overlong` is "refuse"."""
+        """Return the data of a step, from 1. Raises ConfigError for a row that cannot
+        be trained where `overlong` is "refuse"."""
         samples: list[TrainSample] = []
         skipped = 0
         unusable: list[str] = []
@@ -95,8 +96,8 @@ class Dataset:
         )
 
     def held_out_batch(self) -> TrainBatch | None:
-        """All held-out rows; None if nothing is held out. Raises ConfigError for a row
-        that cannot be used, or if all are too long."""
+        """Return all held-out rows; None if nothing is held out. Raises ConfigError for
+        an unusable row, or if all are too long."""
         if not self.held_out:
             return None
         samples = list(
@@ -114,12 +115,12 @@ class Dataset:
         return batch_of(samples, step=0)
 
     def _lacks_another(self, samples: list[TrainSample]) -> bool:
-        """Whether this is the one labelled row of a batch: kto compares each row with
+        """Whether this is the only labelled row of a batch: kto compares each row with
         another one (`algorithms/mismatched_rows.py`)."""
         return self.tokenizer.kind == "labels" and len(samples) == 1
 
     def check_tokens(self) -> str:
-        """Tokenises the held-out rows and a part of the others. Returns what it saw.
+        """Tokenize the held-out rows and a part of the others, and report the result.
         Raises ConfigError."""
         held_out = self.held_out_batch()
         stride = -(-len(self.rows) // _ROWS_TOKENISED_AT_START)
@@ -136,7 +137,7 @@ class Dataset:
         return text
 
     def shared_rows(self) -> int:
-        """How many held-out rows say the same as a row that is trained."""
+        """Count the held-out rows that equal a training row."""
         trained = {repr(row.sides) for row in self.rows}
         return sum(repr(row.sides) in trained for row in self.held_out)
 
@@ -151,8 +152,8 @@ class Dataset:
 
 
 def kind_of(config: DataConfig, objective: str) -> Kind:
-    """What a row of the data is. Raises ConfigError if the first row is needed and
-    cannot be read."""
+    """Return the kind of the data's rows. Raises ConfigError if the first row is needed
+    and cannot be read."""
     if config.kind != "auto":
         return config.kind
     if objective in KIND_OF_OBJECTIVE:
@@ -163,7 +164,7 @@ def kind_of(config: DataConfig, objective: str) -> Kind:
 def load_dataset(
     config: DataConfig, objective: str, model: ModelText, *, seed: int
 ) -> Dataset:
-    """Reads all files. Raises ConfigError for whatever is wrong with them."""
+    """Read all files. Raises ConfigError for any error in them."""
     kind = kind_of(config, objective)
     file = str(_absolute(config.data_path or ""))
     rows = load_rows(_DATA_PATH, file, kind)

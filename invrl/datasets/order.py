@@ -20,8 +20,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """The order of `num_rows` >= 1 rows. `epochs`: how many passes there are; 0 for no
-    end."""
+    """Order of `num_rows` >= 1 rows. `epochs` is the number of passes; 0 for no end."""
 
     num_rows: int
     batch_size: int
@@ -30,14 +29,14 @@ class RowOrder:
     seed: int
 
     def last_step(self, num_steps: int) -> int:
-        """The step after which all passes are made; `num_steps` if passes have no
+        """Return the step that completes all passes; `num_steps` if passes have no
         end."""
         if not self.epochs:
             return num_steps
         return -(-self.num_rows * self.epochs // self.batch_size)
 
     def batch(self, step: int) -> list[Draw]:
-        """The rows of a step, from 1."""
+        """Return the rows of a step, from 1."""
         begin = (step - 1) * self.batch_size
         end = begin + self.batch_size
         if self.epochs:
@@ -53,8 +52,8 @@ class RowOrder:
 
 
 def split_off(num_rows: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """The indices of the rows to train on and of those that are held out, both
-    ascending. At least one row is held out."""
+    """Return the indices of training and of held-out rows, both ascending. At least one
+    row is held out."""
     num_held_out = max(1, round(num_rows * fraction))
     held_out = set(
         random.Random(f"held-out rows/{seed}").sample(range(num_rows), num_held_out)

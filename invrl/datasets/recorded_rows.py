@@ -1,13 +1,13 @@
-"""From a conversation that a run recorded to a row of a data file, and how true the row
-is to what was sampled. Pure.
+"""Conversion of a recorded conversation to a row of a data file, and the fidelity of
+the row to the sampled tokens. Pure.
 
-A run records a reply in two forms: the ids that were sampled, and the message that the
-agent got, which was parsed from their text. A data file holds messages, and the chat
-template makes text of them again. The two texts can differ: in the spaces of a call's
-arguments, in what is written around thinking, in an end of turn that was never sampled.
-So each row is read back here as `invrl train --data-path` reads it, and its tokens are
-compared with the recorded ones. Invariant: nothing is written as true that was not
-compared."""
+A run records a reply in two forms: the sampled ids, and the message that the agent got,
+which was parsed from their text. A data file holds messages, and the chat template
+turns them back into text. The two texts can differ: in the spaces of a call's
+arguments, around thinking, in an end of turn that was never sampled. So each row is
+read back here as `invrl train --data-path` reads it, and its tokens are compared with
+the recorded ones. Invariant: nothing is written as true that was not compared.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,13 @@ from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 from invrl.types.tasks import Json
 
 _THINKING_CHOICES = (None, False, True)
-"""What a client may have asked for. It is not recorded; the recorded prompt tells which
-of them it was."""
+"""Possible requests of a client. The choice is not recorded; the recorded prompt
+reveals it."""
 
 
 class Fidelity(StrEnum):
-    """How the tokens of a written row compare with those that were recorded. The first
-    two are true to what was sampled; those of `INEXACT` are other texts; no row is
-    written of the rest."""
+    """Relation of a written row's tokens to the recorded ones. The first two are true
+    to what was sampled; those of `INEXACT` are other texts; the rest is not written."""
 
     SAME_TOKENS = "exactly the ids that were sampled"
     SAME_TEXT = "the text that was sampled, in other ids"
@@ -55,47 +54,47 @@ INEXACT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedBranch:
-    """One branch of a rollout, as a run with rollouts trains it: a row of its batch."""
+    """One trajectory of a rollout, as a run with rollouts trains it: a sample of its
+    batch."""
 
     messages: tuple[Message, ...]
-    """As the agent sent them, with the replies as it got them. Empty if they are not
-    recorded."""
+    """Messages as the agent sent them, with the replies as it got them. Empty if they
+    are not recorded."""
     tools: tuple[Tool, ...]
     replies: tuple[int, ...]
-    """The places of the messages that were sampled and are trained, ascending."""
+    """Indices of the messages that were sampled and are trained, ascending."""
     prompt_messages: int
-    """The messages before the first reply that was sampled."""
+    """Number of messages before the first sampled reply."""
     prompt_ids_T: NDArray[np.int32]
-    """The ids of that prompt."""
     tokens_T: NDArray[np.int32]
     trained_T: NDArray[np.bool_]
-    """[T], as long as `tokens_T`."""
     finished: bool
-    """The last turn was delivered and may be trained: nothing is cut off behind it."""
+    """Whether the last turn was delivered and may be trained: nothing is cut off after
+    it."""
     cut: bool
-    """A reply in it ran out of tokens."""
+    """Whether a reply in it ran out of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRow:
-    """A row of a data file, of one recorded branch."""
+    """A row of a data file, from one recorded trajectory."""
 
     fields: Mapping[str, Json]
     fidelity: Fidelity
     detail: str = ""
-    """What the row is refused for."""
+    """Reason that the row is refused."""
     prompt_messages: int = 0
-    """As in `RecordedBranch`."""
     dialogue: Dialogue | None = None
-    """What is trained of the row; None if no row can be written."""
+    """Trained parts of the row; None if no row can be written."""
     num_samples: int = 0
-    """How many samples the chat template makes of the row."""
+    """Number of samples that the chat template makes of the row."""
 
 
 def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
-    """The row of a branch, for `--objective sft`. Replies that were not sampled, or are
-    not trained in this branch, have weight 0. The row says whether the client asked for
-    thinking only where the recorded prompt is not the template's default."""
+    """Return the row of a trajectory, for `--objective sft`. Replies that were not
+    sampled, or are not trained in this trajectory, have weight 0. The row states
+    whether the client asked for thinking only if the recorded prompt is not the
+    template's default."""
     obstacle = _obstacle(branch)
     if obstacle is not None:
         return RestoredRow(fields={}, fidelity=obstacle)
@@ -118,10 +117,10 @@ def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
 
 
 def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] | None:
-    """The fields of a pair, for `--objective dpo` and its family, of two rows that can
-    be written. None if the two do not answer the same prompt with the same tools, or if
-    a row of pairs would train something else of them than `chosen` and `rejected`
-    do."""
+    """Return the fields of a pair, for `--objective dpo` and its family, from two rows
+    that can be written. None if the two do not answer the same prompt with the same
+    tools, or if a row of pairs would train another part of them than `chosen` and
+    `rejected` do."""
     if _prompt_of(chosen) != _prompt_of(rejected):
         return None
     fields: dict[str, Json] = {
@@ -142,8 +141,8 @@ def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] |
 
 
 def fits_pair(row: RestoredRow) -> bool:
-    """Whether all that the assistant says behind the prompt was sampled and is trained,
-    in one sample: a side of a pair has no weights."""
+    """Whether everything that the assistant says after the prompt was sampled and is
+    trained, in one sample: a side of a pair has no weights."""
     if row.dialogue is None or row.num_samples != 1:
         return False
     messages = row.dialogue.prompt.messages
@@ -154,7 +153,7 @@ def fits_pair(row: RestoredRow) -> bool:
 
 
 def _prompt_of(row: RestoredRow) -> Prompt | None:
-    """What was asked before the first reply; None for a row that cannot be written."""
+    """Return the prompt of the first reply; None for a row that cannot be written."""
     if row.dialogue is None:
         return None
     prompt = row.dialogue.prompt
@@ -163,7 +162,8 @@ def _prompt_of(row: RestoredRow) -> Prompt | None:
 
 
 def _obstacle(branch: RecordedBranch) -> Fidelity | None:
-    """Why no row can be written, as far as it is known without a template."""
+    """Return the reason that no row can be written, as far as it is known without a
+    template."""
     if not branch.messages:
         return Fidelity.UNRECORDED
     if branch.messages[0].role == "text":
@@ -232,8 +232,8 @@ def _without_weights(row: RestoredRow, begin: int, end: int | None) -> list[Json
 
 
 def _thinking(renderer: Renderer, branch: RecordedBranch) -> bool | None:
-    """What the client asked for: the first choice with which the template writes the
-    recorded prompt. None, the template's default, if there is no such choice. Raises
+    """Return the client's choice: the first with which the template writes the recorded
+    prompt. None, the template's default, if there is no such choice. Raises
     SessionError."""
     messages = branch.messages[: branch.prompt_messages]
     recorded = branch.prompt_ids_T.tolist()

@@ -1,5 +1,5 @@
-"""The rows of a data file: what each of them says is to be trained, and what is wrong
-with it if it says nothing. Pure; no tokenizer and no template is needed.
+"""Rows of a data file: the trained part of each, or its error. Pure; needs no tokenizer
+and no template.
 
 | kind | fields of a row |
 |---|---|
@@ -7,14 +7,14 @@ with it if it says nothing. Pure; no tokenizer and no template is needed.
 | pairs | `chosen` and `rejected`, with a `prompt` or with the same first messages |
 | labels | `messages`, or `prompt` and `completion`; and `label`, true or false |
 
-Messages are OpenAI's, as the gateway takes them. `prompt` may be text, which is a
-message of the user, and what follows it may be text, which is a message of the
+Messages are OpenAI's, as the gateway takes them. `prompt` may be text, as a
+message of the user, and its continuation may be text, as a message of the
 assistant. Every row may have `tools` (a list, or its JSON as text) and
 `chat_template_kwargs` with `enable_thinking`.
 
-Trained are the assistant's messages: all of `messages` (without those of `weight` 0),
-otherwise only those behind the prompt, or behind the messages that both sides of a pair
-begin with."""
+The assistant's messages are trained: all of `messages` (without those of `weight` 0),
+otherwise only those after the prompt, or after the common first messages of a pair.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +42,8 @@ _FORMATS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A whole conversation, and the places of the assistant's messages in it that are
-    trained, ascending."""
+    """A whole conversation, and the indices of its trained assistant messages,
+    ascending."""
 
     prompt: Prompt
     trained: tuple[int, ...]
@@ -51,19 +51,19 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row that can be trained. `number`: its line in a JSONL file, its row in a
+    """A row that can be trained. `number` is its line in a JSONL file or its row in a
     Parquet file, from 1."""
 
     number: int
     sides: tuple[Dialogue, ...]
-    """The chosen and the rejected side of a pair; one dialogue otherwise."""
+    """Chosen and rejected side of a pair; one dialogue otherwise."""
     label: bool | None = None
-    """The verdict, where the kind is `labels`."""
+    """Verdict of the kind `labels`."""
 
 
 def load_rows(field: str, file: str, kind: Kind) -> list[DataRow]:
-    """All rows of the file, at least one. Raises ConfigError for `field`, naming the
-    first row that is wrong."""
+    """Read all rows of the file, at least one. Raises ConfigError for `field`, naming
+    the first invalid row."""
     rows = read_rows(field, file, of="rows", each="row")
     read: list[DataRow] = []
     for number, fields in rows:
@@ -77,15 +77,15 @@ def load_rows(field: str, file: str, kind: Kind) -> list[DataRow]:
 def unusable_row(
     field: str, file: str, number: int, error: UnusableRowError
 ) -> ConfigError:
-    """The error for row `number` of the file that the setting `field` names."""
+    """Return the error for row `number` of the file that the setting `field` names."""
     return ConfigError(
         field, file, f"{row_unit(file)} {number}: {error.reason}", error.fix
     )
 
 
 def kind_of_file(field: str, file: str) -> Kind:
-    """The kind that the fields of the first row say. Raises ConfigError if it cannot be
-    read."""
+    """Return the kind that the fields of the first row imply. Raises ConfigError if it
+    cannot be read."""
     _, first = read_rows(field, file, of="rows", each="row")[0]
     if "chosen" in first or "rejected" in first:
         return "pairs"
@@ -95,7 +95,7 @@ def kind_of_file(field: str, file: str) -> Kind:
 
 
 def read_row(number: int, fields: Fields, kind: Kind) -> DataRow:
-    """Raises UnusableRowError."""
+    """Read a row. Raises UnusableRowError."""
     try:
         if kind == "pairs":
             return DataRow(number=number, sides=_pair(fields))
@@ -109,7 +109,7 @@ def read_row(number: int, fields: Fields, kind: Kind) -> DataRow:
 
 
 def _dialogue(fields: Fields, kind: Kind) -> Dialogue:
-    """Of a row with one conversation."""
+    """Read a row with one conversation."""
     if _has(fields, "messages"):
         messages, trained = _conversation(fields["messages"])
     elif _has(fields, "prompt") and "completion" in fields:
@@ -177,7 +177,7 @@ def _label(fields: Fields) -> bool:
 
 
 def _conversation(value: Json) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """The messages, and the places of those that are trained."""
+    """Return the messages, and the indices of the trained ones."""
     joined = JoinedMessages()
     weights: list[bool] = []
     for entry, message in _messages(value, "messages"):
@@ -202,7 +202,7 @@ def _conversation(value: Json) -> tuple[tuple[Message, ...], tuple[int, ...]]:
 
 
 def _side(fields: Fields, name: str, *, role: str) -> tuple[Message, ...]:
-    """The messages of a field that may be text: one message of that role."""
+    """Return the messages of a field that may be text: one message of that role."""
     value = fields[name]
     if isinstance(value, str):
         return (Message(role, value),)
@@ -216,7 +216,7 @@ def _side(fields: Fields, name: str, *, role: str) -> tuple[Message, ...]:
 
 
 def _messages(value: Json, name: str) -> Iterator[tuple[Fields, Message]]:
-    """Each entry of the list, and the message that it is."""
+    """Yield each entry of the list with its message."""
     if not isinstance(value, list):
         shown = "text" if isinstance(value, str) else f"{value!r:.60}"
         _refuse(f"`{name}` is {shown}, not a list of messages", _MESSAGES_FIX)
@@ -230,8 +230,8 @@ def _messages(value: Json, name: str) -> Iterator[tuple[Fields, Message]]:
 
 
 def _with_arguments_as_text(entry: Fields) -> dict[str, Json]:
-    """The message with the arguments of its calls as JSON text, which files have as
-    objects too."""
+    """Return the message with the arguments of its calls as JSON text; files may have
+    them as objects."""
     calls = entry.get("tool_calls")
     if not isinstance(calls, list):
         return dict(entry)
@@ -291,7 +291,7 @@ def _thinking(fields: Fields) -> bool | None:
 
 
 def _assistant_turns(messages: Sequence[Message], *, after: int = 0) -> tuple[int, ...]:
-    """The places of the assistant's messages from place `after` on."""
+    """Return the indices of the assistant's messages, from `after` on."""
     return tuple(
         place
         for place in range(after, len(messages))
@@ -308,7 +308,7 @@ def _check_said(messages: Sequence[Message], trained: Sequence[int]) -> None:
 
 
 def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> int:
-    """How many first messages are equal."""
+    """Count the equal first messages."""
     for place, (of_left, of_right) in enumerate(zip(left, right, strict=False)):
         if of_left != of_right:
             return place
@@ -316,13 +316,12 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> int:
 
 
 def _has(fields: Fields, name: str) -> bool:
-    """Whether the row has the field. Parquet files have null in place of what a row
-    does not have."""
+    """Whether the row has the field. Parquet files have null for absent fields."""
     return fields.get(name) is not None
 
 
 def _refuse_fields(fields: Fields, kind: Kind) -> NoReturn:
-    """For a row that lacks what its kind needs."""
+    """Raise UnusableRowError for a row that lacks the fields of its kind."""
     names = ", ".join(sorted(fields)) or "none"
     fix = _FORMATS[kind]
     if kind != "pairs" and "chosen" in fields:

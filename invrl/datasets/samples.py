@@ -1,16 +1,18 @@
-"""From a row of a data file to training samples: its tokens, and what an objective must
-know of the row.
+"""Training samples of a data file's row: its tokens, and the numbers that an objective
+needs.
 
 | kind | samples of a row | `group_id` | `rollout_id` | `numbers` |
 |---|---|---|---|---|
-| conversations | one per branch | of the row | of the row | |
+| conversations | one per trajectory | of the row | of the row | |
 | pairs | chosen, rejected | of the row | of the side | `chosen`: 1 or 0 |
 | labels | one | of the row | of the row | `desirable`: 1 or 0 |
 
-So the partner of a pair's row is the other row of its group. A side of a pair, and a
-labelled reply, is one branch: an objective compares sums over whole replies. `group_id`
-names the pass over the file too, because a batch may hold a row of two passes. Every
-trained token has advantage 1, log-prob 0 and version 0: no engine has sampled it."""
+So the partner of a pair's sample is the other sample of its group. A side of a pair,
+and a labelled reply, is one trajectory: an objective compares sums over whole replies.
+`group_id` also names the pass over the file, because a batch may hold a row of two
+passes. Every trained token has advantage 1, log-prob 0 and version 0: no engine sampled
+it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ DESIRABLE = "desirable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTokenizer:
-    """Makes samples of rows. `max_tokens`: of one sample."""
+    """Makes samples of rows. `max_tokens` limits one sample."""
 
     renderer: Renderer
     kind: Kind
@@ -42,8 +44,8 @@ class RowTokenizer:
     overlong: Literal["skip", "truncate", "refuse"]
 
     def samples(self, row: DataRow, epoch: int = 0) -> list[TrainSample]:
-        """Those of a row in one pass over the file; none if it is too long and is to be
-        skipped. Raises UnusableRowError."""
+        """Return the samples of a row in one pass over the file; none if it is too long
+        and skipped. Raises UnusableRowError."""
         sides: list[list[Branch]] = []
         for dialogue in row.sides:
             of_side = branches(self.renderer, dialogue)
@@ -60,7 +62,7 @@ class RowTokenizer:
         return list(self._label(row, sides, f"{epoch}/{row.number}"))
 
     def shown(self, sample: TrainSample) -> str:
-        """The text of a sample, what is trained of it in [[ ]]."""
+        """Return the text of a sample, with its trained parts in [[ ]]."""
         parts: list[str] = []
         begin = 0
         changes = np.flatnonzero(np.diff(sample.loss_mask_T.astype(np.int8))) + 1
@@ -71,7 +73,7 @@ class RowTokenizer:
         return "".join(parts)
 
     def _fitting(self, of_side: list[Branch]) -> list[Branch]:
-        """Without what is too long."""
+        """Leave out what is too long."""
         fitting: list[Branch] = []
         for branch in of_side:
             num_tokens = len(branch.tokens_T)
@@ -98,7 +100,7 @@ class RowTokenizer:
     def _label(
         self, row: DataRow, sides: list[list[Branch]], name: str
     ) -> Iterator[TrainSample]:
-        """`name`: of the row in this pass."""
+        """Label the samples; `name` identifies the row in this pass."""
         if self.kind == "pairs":
             (chosen,), (rejected,) = sides
             yield _sample(
@@ -135,7 +137,7 @@ def _sample(
 
 
 def batch_of(samples: list[TrainSample], *, step: int) -> TrainBatch:
-    """The batch that makes `step`."""
+    """Return the batch that makes `step`."""
     return TrainBatch(
         batch_id=step,
         version=WeightVersion(max(0, step - 1)),

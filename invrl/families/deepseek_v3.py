@@ -21,13 +21,13 @@ from invrl.families.rope import Rope, YarnRope, attention_factor, yarn_magnitude
 from invrl.types.tasks import Json
 
 _NORM_EPS = 1e-6
-"""Of the norms within attention, whatever config.json says of the others."""
+"""Epsilon of the norms within attention, whatever config.json says of the others."""
 _NEEDED_BY_SGLANG: dict[str, Json] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
 }
-"""transformers leaves these fields out of a config.json that it writes."""
+"""Fields that transformers leaves out when it writes config.json."""
 
 
 class SharedExpertsConfig(HuggingFaceConfig):
@@ -35,7 +35,7 @@ class SharedExpertsConfig(HuggingFaceConfig):
 
     moe_intermediate_size: PositiveInt = 2048
     num_experts_per_tok: int = Field(8, ge=2)
-    """Megatron does not divide the weight of a single expert by itself."""
+    """Minimum 2: Megatron does not divide the weight of a single expert by itself."""
     n_shared_experts: PositiveInt = 1
     n_routed_experts: PositiveInt = 256
     routed_scaling_factor: PositiveFloat = 2.5
@@ -69,8 +69,8 @@ class SharedExpertsConfig(HuggingFaceConfig):
             raise refused("topk_group", self.topk_group, reason)
 
     def leaves_out(self, name: str) -> bool:
-        """The layers for predicting several tokens at once stand behind the others.
-        transformers leaves them out too."""
+        """Leave out the layers for multi-token prediction, which follow the others.
+        transformers does the same."""
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_behind = layer.isdecimal() and int(layer) >= self.num_hidden_layers
         return is_behind or super().leaves_out(name)
@@ -98,8 +98,8 @@ class SharedExpertsConfig(HuggingFaceConfig):
 
 
 class DeepseekV3Config(SharedExpertsConfig):
-    """`head_dim` is the size of a query, whatever config.json says: transformers gives
-    it another meaning."""
+    """`head_dim` is the size of a query, whatever config.json says: transformers uses
+    it for another size."""
 
     q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt = 512
@@ -126,8 +126,9 @@ class DeepseekV3Config(SharedExpertsConfig):
         )
 
     def check_served(self) -> None:
-        """SGLang gives all norms the same eps, takes every scaling of positions for
-        YaRN, and has no default for three fields."""
+        """Refuse what SGLang computes differently: it gives all norms the same eps,
+        treats every scaling of positions as YaRN, and has no default for three
+        fields."""
         for name, value in _NEEDED_BY_SGLANG.items():
             if getattr(self, name) is None:
                 fix = f'write "{name}": {json.dumps(value)} into its config.json'
@@ -168,8 +169,8 @@ class DeepseekV3Config(SharedExpertsConfig):
 
     @property
     def attention_scale(self) -> float:
-        """YaRN sharpens all of the product by `mscale_all_dim`. What comes on top is of
-        turned dimensions."""
+        """Scale of the product: YaRN sharpens all of it by `mscale_all_dim`. Its
+        additional factor applies to rotated dimensions."""
         scale = self.head_dim**-0.5
         if isinstance(self.rope, YarnRope) and self.rope.mscale_all_dim:
             scale *= yarn_magnitude(self.rope.factor, self.rope.mscale_all_dim) ** 2
@@ -177,7 +178,7 @@ class DeepseekV3Config(SharedExpertsConfig):
 
 
 def _is_served(rope: Rope) -> bool:
-    """Whether SGLang's YaRN of this family, with defaults of its own, has the same
+    """Whether SGLang's YaRN of this family, which has other defaults, has the same
     factor."""
     if not isinstance(rope, YarnRope):
         return rope.kind == "default"

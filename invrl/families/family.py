@@ -1,7 +1,7 @@
-"""What a family file says: names of models and tensors, what is fused, what is
+"""Contents of a family file: names of models and tensors, what is fused, what is
 computed, who serves it.
 
-Every part of invrl that knows a family reads it from here: the trainer
+All family-specific parts of invrl read it from here: the trainer
 (`train/model/policy_model.py`, `train/weights/conversion.py`), the engine
 (`engines/sglang_models`, `weights/in_engine.py`), `invrl doctor` and `invrl
 prepare-model`.
@@ -27,45 +27,44 @@ _ENGINE_FUSIONS: EngineFusions = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. Its parameters are listed in the order in which they are sent;
-    tensors that the engine fuses stand back to back."""
+    """One model family. Its parameters are listed in sending order; tensors that the
+    engine fuses are adjacent."""
 
     model_type: str
-    """In config.json. The family's file has this name."""
+    """Value in config.json, and name of the family's file."""
     models: str
     """Published models of the family, for people."""
     architecture: str
     """Name of the class in transformers, and in SGLang."""
     sglang_module: str
-    """The module of `sglang.srt.models` that has the class."""
+    """Module of `sglang.srt.models` that has the class."""
     not_served_on_cpu: str = ""
-    """Why SGLang cannot serve it on a CPU; empty: it can."""
+    """Reason that SGLang cannot serve it on a CPU; empty: it can."""
 
     config: type[HuggingFaceConfig] = HuggingFaceConfig
-    """What its config.json may say, and what its model computes."""
+    """Class of its config.json, which also says what its model computes."""
 
     before: tuple[Parameter, ...]
-    """Parameters before the decoder layers."""
     low_rank_query: tuple[Parameter, ...] = ()
-    """Of a layer with latent attention whose queries come from a small vector too."""
+    """Parameters of a layer with latent attention whose queries also come from a small
+    vector."""
     full_rank_query: tuple[Parameter, ...] = ()
-    """Of a layer with latent attention whose queries come from the hidden state."""
+    """Parameters of a layer with latent attention whose queries come from the hidden
+    state."""
     layer: tuple[Parameter, ...]
-    """Parameters of one decoder layer, without its MLP and what stands around here."""
+    """Parameters of one decoder layer, without its MLP and the groups below."""
     qkv_biases: tuple[Parameter, ...]
-    """Of a layer, where the configuration has them."""
+    """Parameters of a layer, if the configuration has them."""
     qk_norms: tuple[Parameter, ...]
-    """Of a layer, where the configuration has them."""
+    """Parameters of a layer, if the configuration has them."""
     mlp: tuple[Parameter, ...]
     """Parameters of the MLP of a layer without experts."""
     router: tuple[Parameter, ...] = ()
     """Parameters of the MLP of a layer with experts that belong to no single expert."""
     expert: tuple[Parameter, ...] = ()
-    """Parameters of one expert."""
     after: tuple[Parameter, ...]
-    """Parameters after the decoder layers."""
     head: Parameter
-    """The output layer; absent where the embedding is tied."""
+    """Output layer; absent if the embedding is tied."""
 
     engine_fusions: EngineFusions = field(default_factory=lambda: _ENGINE_FUSIONS)
     """Parameters of SGLang's model that hold the rows of several Hugging Face tensors,
@@ -87,7 +86,7 @@ class Family:
         return table
 
     def _of_layer(self, config: HuggingFaceConfig, layer: int) -> list[Parameter]:
-        """The entries of the tables that the layer has."""
+        """Return the entries of the tables that the layer has."""
         entries: list[Parameter] = []
         if config.latent_attention is not None:
             has_rank = config.latent_attention.query_rank is not None

@@ -1,5 +1,5 @@
-"""Gemma 3, its text models: most layers attend over a window and have rotary positions
-of their own."""
+"""Gemma 3, its text models: most layers attend over a window and have separate rotary
+positions."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +22,7 @@ LayerType = Literal["sliding_attention", "full_attention"]
 _GLOBAL_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
 _PATTERN = 6
-"""In transformers each sixth layer attends to all tokens, unless config.json has
-another pattern."""
+"""Default of transformers: each sixth layer attends to all tokens."""
 
 
 class Gemma3Config(HuggingFaceConfig):
@@ -41,7 +40,7 @@ class Gemma3Config(HuggingFaceConfig):
     layer_types: list[LayerType]
     final_logit_softcapping: PositiveFloat | None = None
     local_rope: Rope
-    """Of the layers with a window; `rope` is that of the others."""
+    """Rotary positions of the layers with a window; `rope` is that of the others."""
     # The trainer computes only these values of the fields below.
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     attn_logit_softcapping: None = Field(
@@ -93,9 +92,8 @@ class Gemma3Config(HuggingFaceConfig):
 
 
 def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
-    """The rotary positions of the layers without a window, and of those with one: in
-    the form of transformers 4 (a scaling is that of the first), or by the kind of the
-    layer."""
+    """Return the rotary positions of layers without a window and with one, in the form
+    of transformers 4 (a scaling belongs to the first) or by layer kind."""
     parameters = config.get("rope_parameters")
     by_kind = parameters if isinstance(parameters, Mapping) else {}
     scaling = config.get("rope_scaling")

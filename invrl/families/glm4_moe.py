@@ -1,4 +1,4 @@
-"""GLM-4.5: Llama's attention, positions turn half of each head, and the experts of
+"""GLM-4.5: Llama's attention, rotary positions on half of each head, and the experts of
 DeepSeek-V3."""
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from invrl.types.tasks import Json
 class Glm4MoeConfig(deepseek_v3.SharedExpertsConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Of q, k and v only."""
+    """Biases of q, k and v only."""
     partial_rotary_factor: float = Field(0.5, gt=0, le=1)
     use_qk_norm: bool = False
     moe_intermediate_size: PositiveInt = 1408

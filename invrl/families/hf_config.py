@@ -2,9 +2,9 @@
 family.
 
 A model that the trainer does not compute exactly is refused here, by name, before a
-weight is read. The folder has passed the one check of a model folder
-(`invrl/user_code/model_folder.py`), so its family is a supported one and its weights
-are plain. Imports neither torch nor transformers, so a run can be checked before any
+weight is read. The folder has passed the check of model folders
+(`invrl/user_code/model_folder.py`), so its family is supported and its weights are
+plain. Imports neither torch nor transformers, so a run can be checked before any
 process starts.
 """
 
@@ -23,7 +23,7 @@ from invrl.types.tasks import Json
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
-    """Reads config.json of a folder that has passed `check_model_folder`. Raises
+    """Read config.json of a folder that has passed `check_model_folder`. Raises
     ConfigError for an unsupported feature."""
     return parse_hf_config(
         json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -31,7 +31,8 @@ def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
 
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
-    """Accepts the field names of transformers 4 and 5. Raises ConfigError."""
+    """Parse config.json with the field names of transformers 4 or 5. Raises
+    ConfigError."""
     family = FAMILIES[str(config["model_type"])]
     fields: dict[str, Json] = {
         name: value for name, value in config.items() if value is not None

@@ -20,7 +20,7 @@ class MistralConfig(HuggingFaceConfig):
         return LayerAttention(self.rope, self.sliding_window)
 
     def check_served(self) -> None:
-        """SGLang computes no window of this family."""
+        """Refuse a window, which SGLang does not compute for this family."""
         window = self.sliding_window
         if window is None or window >= self.max_position_embeddings:
             return

@@ -1,9 +1,9 @@
 """The shape of a model, from its config.json: what the trainer computes, and what it
 refuses.
 
-A family derives from `HuggingFaceConfig` the fields that only it has, and overrides
-what its model computes differently. Invariant: a `HuggingFaceConfig` describes a model
-that `train/model/policy_model.py` computes exactly; a feature that it would compute
+A family subclasses `HuggingFaceConfig`, adds its own fields, and overrides what its
+model computes differently. Invariant: a `HuggingFaceConfig` describes a model that
+`train/model/policy_model.py` computes exactly; a feature that it would compute
 differently is refused by name. Imports neither torch nor transformers.
 """
 
@@ -21,39 +21,40 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What may differ between the attentions of two layers."""
+    """Differences between the attentions of two layers."""
 
     rope: Rope
     window: int | None = None
-    """A token attends to that many tokens, the last of which is itself. None: to all
+    """A token attends to this many tokens, the last of which is itself. None: to all
     before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a layer that has them, and how its router chooses among them."""
+    """The experts of a layer, and how its router chooses among them."""
 
     count: int
     chosen: int
-    """How many of them compute a token."""
+    """Number of them that compute a token."""
     intermediate_size: int
     normalized: bool
-    """The weights of a token's chosen experts are divided by their sum."""
+    """Whether the weights of a token's chosen experts are divided by their sum."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the router's logits; the chosen experts' scores are their weights."""
+    """Function of the router's logits; the chosen experts' scores are their weights."""
     has_bias: bool = False
-    """A bias is added to the scores for the choice, not to the weights."""
+    """Whether a bias is added to the scores for the choice, but not to the weights."""
     scale: float = 1.0
     """The factor of the weights."""
     groups: int = 1
     chosen_groups: int = 1
-    """Experts are chosen from the best groups only, which count by their best
-    experts."""
+    """Number of best groups that experts are chosen from; groups are ranked by their
+    best experts."""
     shared_size: int | None = None
     """Intermediate size of the experts that compute every token, together; None: there
     are none."""
     router_in_float32: bool = False
-    """The router's logits are computed in float32, whatever dtype the model has."""
+    """Whether the router's logits are computed in float32, whatever dtype the model
+    has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +67,19 @@ class LatentAttention:
     itself."""
     key_value_rank: int
     plain_dim: int
-    """Dimensions of a query and a key that positions do not turn."""
+    """Dimensions of a query and a key without rotary positions."""
     rotary_dim: int
-    """Those that positions turn. A key's are the same for all heads."""
+    """Dimensions with rotary positions. A key's are the same for all heads."""
     value_dim: int
     norm_eps: float
-    """Of the norms of both vectors."""
+    """Epsilon of the norms of both vectors."""
 
 
 class HuggingFaceConfig(BaseModel):
     """A decoder with grouped-query attention, rotary positions, RMS norms and gated
     MLPs.
 
-    Fields have the names of config.json. One that config.json leaves out has its
-    documented default.
+    Fields have the names of config.json, with the documented defaults.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
@@ -114,27 +114,27 @@ class HuggingFaceConfig(BaseModel):
     # What a family's model computes beyond this. A family overrides them, as a constant
     # or as a property.
     zero_centered_norms: ClassVar[bool] = False
-    """A norm multiplies by 1 + weight."""
+    """Whether a norm multiplies by 1 + weight."""
     post_norms: ClassVar[bool] = False
-    """The outputs of attention and MLP are normalised before they are added to the
-    residual."""
+    """Whether the outputs of attention and MLP are normalised before they are added to
+    the residual."""
     activation: ClassVar[Activation] = "silu"
-    """Of the MLP's gate."""
+    """Activation of the MLP's gate."""
 
     @classmethod
     def read(cls, config: Mapping[str, Json]) -> Self:
-        """Raises pydantic's ValidationError for a field that is missing or has another
-        value than the trainer computes, ConfigError where fields do not go together.
-        `config`: the whole config.json."""
+        """Read the whole config.json. Raises pydantic's ValidationError for a field
+        that is missing or has another value than the trainer computes, ConfigError for
+        fields that contradict each other."""
         fields: dict[str, object] = dict(config)
         fields["rope"] = read_rope(config)
         fields.update(partial_rotary(config))
         return cls.model_validate(fields)
 
     def differences(self, other: "HuggingFaceConfig") -> list[str]:
-        """The fields in which another model computes something else with its weights
-        than this one. (`max_position_embeddings` alone changes nothing, and base models
-        often have another one.)"""
+        """Return the fields in which another model computes something else with its
+        weights. (`max_position_embeddings` alone changes nothing, and base models often
+        have another one.)"""
         if self.model_type != other.model_type:
             return ["model_type"]
         names = type(self).model_fields.keys() - {"max_position_embeddings"}
@@ -143,11 +143,11 @@ class HuggingFaceConfig(BaseModel):
         )
 
     def check_served(self) -> None:
-        """Raises ConfigError where the trainer computes what config.json says, and
-        SGLang another model."""
+        """Raise ConfigError if SGLang computes another model than config.json says and
+        the trainer computes."""
 
     def attention(self, layer: int) -> LayerAttention:
-        """The attention of the layer, counted from 0."""
+        """Return the attention of the layer, counted from 0."""
         return LayerAttention(self.rope)
 
     @property
@@ -171,36 +171,36 @@ class HuggingFaceConfig(BaseModel):
         return None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer, counted from 0, has experts in place of one MLP."""
+        """Whether the layer, counted from 0, has experts instead of one MLP."""
         return False
 
     @property
     def smallest_head_dim(self) -> int:
-        """Of queries or values."""
+        """Smallest head dimension of queries or values."""
         if self.latent_attention is None:
             return self.head_dim
         return min(self.head_dim, self.latent_attention.value_dim)
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that rotary positions turn, the first ones."""
+        """Number of first dimensions of a head with rotary positions."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def leaves_out(self, name: str) -> bool:
-        """Whether the model has no use for this tensor of its folder."""
+        """Whether the model does not use this tensor of its folder."""
         return self.tie_word_embeddings and name == "lm_head.weight"
 
     @property
     def attention_scale(self) -> float:
-        """The factor of a query's products with the keys, before the softmax."""
+        """Factor of a query's products with the keys, before the softmax."""
         return self.head_dim**-0.5
 
     @property
     def embedding_scale(self) -> float | None:
-        """The factor of the embeddings; None: they are taken as they are."""
+        """Factor of the embeddings; None: unchanged."""
         return None
 
     @property
     def logit_softcap(self) -> float | None:
-        """c, where logits x become c tanh(x / c); None: they are taken as they are."""
+        """c, if logits x become c tanh(x / c); None: unchanged."""
         return None

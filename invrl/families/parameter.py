@@ -1,7 +1,7 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how tensor
-parallelism splits it.
+"""Conversion between a Megatron parameter and its Hugging Face tensors, and its
+tensor-parallel split.
 
-A family file is a table of `Parameter`s; how tensors are fused is written here, once.
+A family file is a table of `Parameter`s; the fusion of tensors is defined only here.
 
 Invariant: `split(join(tensors)) == tensors`, byte for byte.
 """
@@ -19,7 +19,7 @@ Fusion = Literal["plain", "qkv", "stack"]
 its key, its value). stack: one tensor below the other (gate, up)."""
 
 Sharding = Literal["whole", "rows", "columns"]
-"""What a tensor-parallel rank holds of a Megatron parameter. whole: all of it. rows: an
+"""Part of a Megatron parameter on a tensor-parallel rank. whole: all of it. rows: an
 equal part of the rows of each fused tensor (with fusion "qkv": whole key-value groups).
 columns: an equal part of the columns."""
 
@@ -37,14 +37,14 @@ class Parameter:
     fusion: Fusion = "plain"
     sharding: Sharding = "whole"
     dtype: Literal["float32"] | None = None
-    """The dtype that it has in every model and every export; None: that of the model.
-    Only what no optimizer trains has one: Megatron keeps it as a buffer."""
+    """Dtype in every model and every export; None: that of the model. Only untrained
+    parameters have one: Megatron keeps them as buffers."""
     layer: int | None = None
-    """The number of its layer, counted from 0; None: it is in no layer, or in all (in a
+    """Number of its layer, counted from 0; None: it is in no layer, or in all (in a
     table)."""
     expert: int | None = None
-    """The number of its expert, counted from 0; None: it is in no expert, or in all (in
-    a table)."""
+    """Number of its expert, counted from 0; None: it is in no expert, or in all (in a
+    table)."""
 
     @property
     def is_trained(self) -> bool:
@@ -52,18 +52,18 @@ class Parameter:
 
     @property
     def divided_dimension(self) -> int | None:
-        """The dimension of its Hugging Face tensors that tensor-parallel ranks divide;
+        """Dimension of its Hugging Face tensors that tensor-parallel ranks divide;
         None: each rank has them whole."""
         if self.sharding == "whole":
             return None
         return 0 if self.sharding == "rows" else 1
 
     def in_layer(self, layer: int) -> Parameter:
-        """The parameter of this layer, from that of a table."""
+        """Return the parameter of this layer, from that of a table."""
         return replace(self._named("{layer}", layer), layer=layer)
 
     def in_expert(self, expert: int) -> Parameter:
-        """The parameter of this expert, from that of a table."""
+        """Return the parameter of this expert, from that of a table."""
         return replace(self._named("{expert}", expert), expert=expert)
 
     def _named(self, placeholder: str, number: int) -> Parameter:
@@ -83,7 +83,7 @@ def layer_parameter(
     sharding: Sharding = "whole",
     dtype: Literal["float32"] | None = None,
 ) -> Parameter:
-    """A parameter of decoder layers, by its names within the layer."""
+    """Return a parameter of decoder layers, by its names within the layer."""
     names = tuple(f"model.layers.{{layer}}.{name}" for name in hugging_face)
     return Parameter(
         f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding, dtype
@@ -91,8 +91,8 @@ def layer_parameter(
 
 
 def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.Tensor:
-    """Hugging Face tensors -> the Megatron parameter. `groups`: number of key-value
-    heads."""
+    """Join Hugging Face tensors into the Megatron parameter. `groups` is the number of
+    key-value heads."""
     import torch
 
     if fusion == "plain":
@@ -107,7 +107,7 @@ def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.T
 def split(
     fusion: Fusion, tensor: torch.Tensor, *, groups: int, head_dim: int
 ) -> list[torch.Tensor]:
-    """The inverse of `join`. Returns views where possible; each is contiguous."""
+    """Invert `join`. Returns views where possible; each is contiguous."""
     if fusion == "plain":
         return [tensor]
     if fusion == "stack":

@@ -13,7 +13,7 @@ class Qwen2Config(HuggingFaceConfig):
         return True
 
     def check_served(self) -> None:
-        """SGLang does not read head_dim of this family."""
+        """Refuse head_dim, which SGLang does not read for this family."""
         computed = self.hidden_size // self.num_attention_heads
         if self.head_dim != computed:
             reason = f"SGLang takes hidden_size / num_attention_heads = {computed} for it in this family"

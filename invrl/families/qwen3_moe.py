@@ -1,5 +1,5 @@
-"""Qwen3 with experts: Qwen3's attention, and in most layers a router over experts in
-place of the MLP."""
+"""Qwen3 with experts: Qwen3's attention, and in most layers a router over experts
+instead of the MLP."""
 
 from dataclasses import replace
 
@@ -32,7 +32,8 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
         )
 
     def check_served(self) -> None:
-        """SGLang gives every layer of this family experts."""
+        """Refuse layers without experts: SGLang gives every layer of this family
+        experts."""
         dense = [
             layer
             for layer in range(self.num_hidden_layers)

@@ -5,6 +5,6 @@ from invrl.errors import ConfigError
 
 
 def refused(name: str, value: object, why: str) -> ConfigError:
-    """`name`: the field of config.json."""
+    """Return the error for the field `name` of config.json."""
     reason = f"the trainer does not support it ({why})"
     return ConfigError(f"config.json: {name}", value, reason, "use another model")

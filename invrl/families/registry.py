@@ -1,6 +1,6 @@
 """The supported model families: every module of this package that defines `FAMILY`.
 
-This is the only list: commands that refuse a model look here.
+This is the only list; commands that refuse a model read it.
 """
 
 import importlib

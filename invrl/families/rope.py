@@ -1,5 +1,5 @@
-"""Rotary positions as config.json describes them: the base frequency, and how it is
-scaled for long contexts.
+"""Rotary positions as config.json describes them: the base frequency, and its scaling
+for long contexts.
 
 `train/layers/rotary.py` computes the frequencies. A scaling that the trainer does not
 compute is refused here by name. Imports no torch.
@@ -33,7 +33,7 @@ class LinearRope(Rope, frozen=True):
 
 
 class Llama3Rope(Rope, frozen=True):
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones stay, those
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones stay, and those
     between are interpolated."""
 
     kind: ClassVar[str] = "llama3"
@@ -61,7 +61,7 @@ class YarnRope(Rope, frozen=True):
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """How much YaRN sharpens attention over a context that is `factor` times as
+    """Return YaRN's sharpening of attention over a context that is `factor` times as
     long."""
     if factor <= 1:
         return 1.0
@@ -69,7 +69,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def attention_factor(rope: Rope) -> float:
-    """The factor of queries and of keys that comes with the scaling; 1 for all but
+    """Return the factor of queries and keys that comes with the scaling; 1 for all but
     YaRN."""
     if not isinstance(rope, YarnRope):
         return 1.0
@@ -85,7 +85,7 @@ def attention_factor(rope: Rope) -> float:
 ROPES: dict[str, type[Rope]] = {
     rope.kind: rope for rope in (Rope, LinearRope, Llama3Rope, YarnRope)
 }
-"""`rope_type` in config.json -> what it means."""
+"""`rope_type` in config.json -> its class."""
 _NOT_COMPUTED = {
     "dynamic": "transformers scales by the length of the row, SGLang always by the longest one, so trainer "
     "and engine would compute different models",
@@ -94,14 +94,14 @@ _NOT_COMPUTED = {
 
 
 def read_rope(config: Mapping[str, Json]) -> Rope:
-    """The rotary positions of a config.json, in the form of transformers 4
+    """Read the rotary positions of a config.json, in the form of transformers 4
     (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Raises ConfigError for a
-    scaling that is not computed or not complete."""
+    scaling that is not computed or incomplete."""
     return rope_of(_parameters(config), config, default_theta=10000.0)
 
 
 def partial_rotary(config: Mapping[str, Json]) -> dict[str, Json]:
-    """`partial_rotary_factor`, the part of a head that is rotated, where the rope's own
+    """Return `partial_rotary_factor`, the rotated part of a head, if the rope's own
     fields have it."""
     factor = _parameters(config).get("partial_rotary_factor")
     if factor is None:
@@ -110,7 +110,7 @@ def partial_rotary(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _parameters(config: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The fields of the rope in a config.json that has one."""
+    """Return the rope's fields in a config.json."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters")
     if isinstance(parameters, Mapping):
         return parameters
@@ -120,8 +120,8 @@ def _parameters(config: Mapping[str, Json]) -> Mapping[str, Json]:
 def rope_of(
     parameters: Mapping[str, Json], config: Mapping[str, Json], *, default_theta: float
 ) -> Rope:
-    """`parameters`: the fields of one rope in config.json. What they leave out is in
-    `config` itself, or has the default that transformers gives it."""
+    """Build a rope from its fields in config.json. Missing ones come from `config`
+    itself, or have transformers' defaults."""
     fields: dict[str, Json] = {
         name: value for name, value in parameters.items() if value is not None
     }

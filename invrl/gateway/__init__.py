@@ -1,8 +1,8 @@
 """The gateway: the one public port. It knows every session, owns its tokens and records
-what was sampled.
+the samples.
 
-May import `host`, `store` and the engines' client. `types.py` holds what crosses
-between the packages inside; each imports only the packages to the right of its arrow:
+May import `host`, `store` and the engines' client. `types.py` has the types that the
+packages inside share; each imports only the packages to the right of its arrow:
 
     server     the HTTP routes and the processes    -> all of the others
     sessions   opening, rewarding and closing       -> turns, registry, session_record

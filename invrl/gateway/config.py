@@ -15,20 +15,19 @@ from invrl.types.extra_columns import ExtraColumn, parse_extra_columns
 from invrl.types.section import COMMA_SEPARATED, Section, Text
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
-"""The names of `MatchLevel`."""
 Constrained = Literal["free", "skip", "masked"]
-"""How a reply is handled whose form the client wants forced. `free`: the form is not
+"""Handling of a reply whose form the client wants forced. `free`: the form is not
 forced, and the reply is trained. `skip`: the form is forced, and the reply is not
 trained. `masked`: the form is forced, and the reply is trained as a choice among the
 tokens that the grammar allowed."""
 
 ContentTokens = Literal["plain", "control"]
-"""What the text of a control token in a message becomes. `plain`: the ids of its
-characters, as any other text; `control`: the id of the token."""
+"""Handling of a control token's text in a message. `plain`: the ids of its characters,
+like any other text; `control`: the id of the token."""
 
 
 class SessionPolicy(Section):
-    """The limits of a session, and how its reward and its other numbers are handled. A
+    """Limits of a session, and the handling of its reward and its other numbers. A
     caller may ask for lower limits."""
 
     max_open: PositiveInt = Field(
@@ -91,7 +90,7 @@ class LateConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The address of the gateway, its processes, and how it handles conversations."""
+    """Address and processes of the gateway, and its handling of conversations."""
 
     plain_flags = (
         "chat_template_path",

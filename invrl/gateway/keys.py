@@ -1,9 +1,10 @@
-"""Session keys and the environment key: how a request carries them, how they are made,
+"""Session keys and the environment key: how requests carry them, and how they are made,
 hashed and checked.
 
 A session key is `isk-`, the number of the worker that holds the session, random bits,
-and a code by which every worker sees that this gateway made the key. Keys are stored as
-hashes and compared in constant time."""
+and a code by which every worker recognises keys of this gateway. Keys are stored as
+hashes and compared in constant time.
+"""
 
 import base64
 import hashlib
@@ -17,8 +18,8 @@ _CODE_BYTES = 12
 
 
 def keys_of_request(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
-    """Every key that a request carries: in the path, as bearer, as x-api-key. If there
-    is a key in the path, only session keys in the headers count, because agents send
+    """Return every key that a request carries: in the path, as bearer, as x-api-key.
+    With a key in the path, only session keys in the headers count, because agents send
     some placeholder there."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     keys: list[str] = []
@@ -33,13 +34,13 @@ def keys_of_request(path_key: str | None, headers: Mapping[str, str]) -> list[st
 
 
 def hash_key(key: str) -> bytes:
-    """Keys have 192 random bits, so a plain hash is enough."""
+    """Hash a key. Keys have 192 random bits, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def hash_of_same_key(keys: Sequence[str]) -> bytes:
-    """The hash of the key that a request carries. SessionError 401 if it carries none,
-    or two that differ."""
+    """Return the hash of the key that a request carries. Raises SessionError 401 if it
+    carries none, or two that differ."""
     hashes = [hash_key(key) for key in keys]
     if not hashes:
         raise unauthorized(
@@ -54,14 +55,14 @@ def hash_of_same_key(keys: Sequence[str]) -> bytes:
 
 
 def signed_key(name: str, secret: bytes) -> str:
-    """The session key that begins with `name`, which contains the random bits. The code
-    that is appended cannot be computed without `secret`."""
+    """Return the session key that begins with `name`, which contains the random bits.
+    The appended code cannot be computed without `secret`."""
     code = hmac.digest(secret, b"session key\0" + name.encode(), "sha256")[:_CODE_BYTES]
     return name + base64.urlsafe_b64encode(code).decode()
 
 
 def is_signed(key: str, secret: bytes) -> bool:
-    """Whether `key` was made with `secret`. Its session may be closed all the same."""
+    """Whether `key` was made with `secret`. Its session may still be closed."""
     code_length = 4 * _CODE_BYTES // 3  # base64
     name = key[:-code_length]
     return hmac.compare_digest(signed_key(name, secret).encode(), key.encode())

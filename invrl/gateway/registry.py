@@ -4,7 +4,8 @@ memory.
 Invariants: a key opens its own session and nothing else; admission happens only when a
 session opens, so an admitted session is never refused later; a key and an id begin with
 the number of the worker that holds the session. The session API opens and closes
-sessions here; the agent API looks keys up."""
+sessions here; the agent API looks keys up.
+"""
 
 from __future__ import annotations
 
@@ -40,37 +41,34 @@ _ID_PREFIX = "ses-"
 _NAME = re.compile(rf"(?:{KEY_PREFIX}|{_ID_PREFIX})([0-9a-f]{{2}})")
 _RETRY_AFTER_S = 1.0
 _CLOSED_SESSIONS = 8192
-"""Closed sessions that are held here with their outcome; older ones are looked up in
+"""Number of closed sessions held here with their outcome; older ones are looked up in
 the store."""
 _MAX_FAMILY = 64
-"""Limit for a session and all that descend from it."""
+"""Maximum size of a family: a session and all its descendants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerPlace:
-    """Which of the gateway's workers this is. By default: the only one."""
+    """Place of this worker among the gateway's. Default: the only one."""
 
     number: int = 0
     urls: Sequence[str] = ("",)
-    """The address of each worker."""
     open_sessions: memoryview = field(
         default_factory=lambda: memoryview(bytearray(8)).cast("Q")
     )
-    """The number of open sessions of each worker (uint64), in memory that all of them
-    share."""
+    """Number of open sessions of each worker (uint64), in shared memory."""
     starts: int = 1
-    """How often this worker was started."""
     lived_time: LivedTime = field(default_factory=LivedTime)
-    """Goes on when the worker is replaced."""
+    """Continues when the worker is replaced."""
 
     @property
     def mark(self) -> str:
-        """What keys and ids of this worker's sessions contain after their prefix."""
+        """Part of the keys and ids of this worker's sessions after their prefix."""
         return f"{self.number:02x}"
 
     def owner(self, name: str) -> int | None:
-        """The worker that holds the session with this key or id; None if the name says
-        no worker."""
+        """Return the worker that holds the session with this key or id; None if the
+        name has no worker."""
         match = _NAME.match(name)
         if match is None:
             return None
@@ -93,11 +91,11 @@ class Opening:
 
 
 class SessionRegistry:
-    """The sessions of one worker. `recall_closed`: reads a closed session by its id or
-    the hash of its key from the store. `secret`: ids and keys of requests with an id
-    are derived from it, so that the store need not hold keys. `incarnation`: of the
-    run. Two incarnations with one secret make different sessions for the same request
-    id: those of the first are lost, and their places are leased again."""
+    """Sessions of one worker. `recall_closed` reads a closed session by its id or the
+    hash of its key from the store. `secret`: ids and keys of requests with an id are
+    derived from it, so that the store need not hold keys. `incarnation` is the run's.
+    Two incarnations with one secret make different sessions for the same request id:
+    those of the first are lost, and their places are leased again."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class SessionRegistry:
         self._recall_closed = recall_closed
         self._worker = place or WorkerPlace()
         self.lived_time = self._worker.lived_time
-        """What the times to live and the deadlines of sessions are measured in."""
+        """Clock of the times to live and the deadlines of sessions."""
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
@@ -129,9 +127,9 @@ class SessionRegistry:
     def open(
         self, opening: Opening, *, now: float, opened_at: float
     ) -> list[SessionRecord]:
-        """Opens all sessions or none. `now`: lived seconds. `opened_at`: Unix seconds.
-        SessionError 429 if there are too many open sessions, 403 if the family is too
-        large, 409 if the parent is closed."""
+        """Open all sessions or none. `now` is in lived seconds, `opened_at` in Unix
+        seconds. Raises SessionError 429 if there are too many open sessions, 403 if the
+        family is too large, 409 if the parent is closed."""
         open_sessions = sum(self._worker.open_sessions)
         new_sessions = len(opening.members)
         if open_sessions + new_sessions > self._max_open:
@@ -167,9 +165,9 @@ class SessionRegistry:
         return records
 
     def reopened(self, opening: Opening) -> list[SessionRecord]:
-        """The sessions that an earlier try of the same request opened; none if there
-        was no such try. SessionError 409 if the earlier request with this id asked for
-        other sessions."""
+        """Return the sessions that an earlier try of the same request opened; none if
+        there was no such try. Raises SessionError 409 if the earlier request with this
+        id asked for other sessions."""
         if not opening.request_id:
             return []
         expected = [
@@ -201,7 +199,7 @@ class SessionRegistry:
         return records
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
-        """Adds sessions that are not over, from the oldest to the newest, and their
+        """Add sessions that are not over, from the oldest to the newest, and their
         descendants."""
         last_heard_of_group: dict[str, LastHeard] = {}
         for record in records:
@@ -224,7 +222,7 @@ class SessionRegistry:
         self._publish_open_sessions()
 
     def forget(self, records: Sequence[SessionRecord]) -> None:
-        """Removes sessions whose opening failed; their keys were given to nobody."""
+        """Remove sessions whose opening failed; nobody has their keys."""
         for record in records:
             del self._open[record.session.id]
             del self._by_id[record.session.id]
@@ -235,9 +233,9 @@ class SessionRegistry:
         self._publish_open_sessions()
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
-        """The open session that all of `keys` name. SessionError 401 if there is no
-        key, if it is unknown or its session is closed, or if two keys differ; 410 if
-        the run has ended."""
+        """Return the open session that all of `keys` name. Raises SessionError 401 if
+        there is no key, if it is unknown or its session is closed, or if two keys
+        differ; 410 if the run has ended."""
         key_hash = hash_of_same_key(keys)
         record = self._find(self._by_key, key_hash)
         if record is None or not hmac.compare_digest(record.key_hash, key_hash):
@@ -253,7 +251,7 @@ class SessionRegistry:
         raise unauthorized(f"the session is {record.state}", code=code)
 
     def by_id(self, session_id: str) -> SessionRecord:
-        """SessionError 404 if there is no such session."""
+        """Return the session with this id. Raises SessionError 404 if there is none."""
         record = self.find(session_id)
         if record is None:
             raise SessionError(
@@ -262,13 +260,13 @@ class SessionRegistry:
         return record
 
     def find(self, session_id: str) -> SessionRecord | None:
-        """The session with this id, open or closed."""
+        """Return the session with this id, open or closed."""
         return self._find(self._by_id, session_id)
 
     def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets a reward; a later one replaces it, until the session is finished (a
-        child's until its parent is). SessionError 409 after that, 410 if the run has
-        ended."""
+        """Set a reward; a later one replaces it, until the session is finished (a
+        child's until its parent is). Raises SessionError 409 after that, 410 if the run
+        has ended."""
         self.check_unsettled(record)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
@@ -279,23 +277,23 @@ class SessionRegistry:
             record.components = dict(reward.components)
 
     def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
-        """Sets the numbers of the rollout and of turns; later ones replace them.
-        Numbers of tokens are only in the store. SessionError as for `reward`."""
+        """Set the numbers of the rollout and of turns; later ones replace them. Numbers
+        of tokens are only in the store. Raises SessionError like `reward`."""
         self.check_unsettled(record)
         record.numbers.update(extra.numbers)
         for turn_id, turn_numbers in extra.turn_numbers.items():
             record.turn_numbers.setdefault(turn_id, {}).update(turn_numbers)
 
     def check_unsettled(self, record: SessionRecord) -> None:
-        """SessionError 409 or 410 if the session takes no reward and no numbers any
-        more."""
+        """Raise SessionError 409 or 410 if the session no longer takes a reward or
+        numbers."""
         top = record.top()
         top_is_settled = top.frozen and top.reward_deadline is None
         if top_is_settled or record.state in ("aborted", "expired"):
             raise self._reward_refusal(record)
 
     def _reward_refusal(self, record: SessionRecord) -> SessionError:
-        """Why a closed session takes no reward."""
+        """Return the reason that a closed session takes no reward."""
         state = "being closed" if record.state == "open" else record.state
         reason = f"session {record.session.id} is {state}"
         if record.group_dropped():
@@ -307,7 +305,7 @@ class SessionRegistry:
         return SessionError(reason, status=409, code=code)
 
     def wait(self, record: SessionRecord, deadline: RewardDeadline) -> None:
-        """A finished session without a reward waits for one until `deadline`."""
+        """Let a finished session without a reward wait for one until `deadline`."""
         self._counts[record.state] -= 1
         self._counts["unrewarded"] += 1
         record.state = "unrewarded"
@@ -330,20 +328,20 @@ class SessionRegistry:
         self._publish_open_sessions()
 
     def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live, and unrewarded ones past their
-        reward's deadline. `now`: in lived seconds."""
+        """Return open sessions past their time to live, and unrewarded ones past their
+        reward's deadline. `now` is in lived seconds."""
         return [record for record in self._open.values() if now > self._end_of(record)]
 
     def open_records(self) -> list[SessionRecord]:
-        """Sessions that can be called, children among them."""
+        """Return sessions that can be called, including children."""
         return [record for record in self._open.values() if record.state == "open"]
 
     def counts(self) -> Mapping[SessionState, int]:
-        """The number of sessions in each state since the start."""
+        """Return the number of sessions in each state since the start."""
         return dict(self._counts)
 
     def _new_session(self, opening: Opening, position: int) -> Session:
-        """The session for the member at this position of the request."""
+        """Return the session for the member at this position of the request."""
         session_id, key = self._names(opening, position)
         member = opening.members[position]
         parent_id = ""
@@ -360,8 +358,8 @@ class SessionRegistry:
         )
 
     def _names(self, opening: Opening, position: int) -> tuple[str, str]:
-        """Id and key of a session: random, or, for a request with an id, the same at
-        each of its tries within one incarnation of the run."""
+        """Return id and key of a session: random, or, for a request with an id, the
+        same at each of its tries within one incarnation of the run."""
         if opening.request_id:
             seed = f"opening\0{self._incarnation}\0{opening.request_id}\0{position}"
             bits = hmac.digest(self._secret, seed.encode(), "sha512")
@@ -395,7 +393,7 @@ class SessionRegistry:
             del self._by_key[oldest.key_hash]
 
     def _end_of(self, record: SessionRecord) -> float:
-        """Lived seconds at which the session expires."""
+        """Return the lived seconds at which the session expires."""
         if record.reward_deadline is not None:
             return record.reward_deadline.lived_s
         return record.lived_at_opening + min(
@@ -403,5 +401,5 @@ class SessionRegistry:
         )
 
     def _publish_open_sessions(self) -> None:
-        """Tells the other workers how many sessions are open here."""
+        """Publish the number of open sessions here to the other workers."""
         self._worker.open_sessions[self._worker.number] = len(self._open)

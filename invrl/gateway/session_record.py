@@ -20,57 +20,53 @@ _REFUSAL_CHARACTERS = 300
 
 @dataclass(slots=True, eq=False)
 class LastHeard:
-    """When the environment that runs a session was last heard from. Sessions that were
-    opened together share one object, and so do their children: an environment may run
-    them one after the other."""
+    """Time at which the environment of a session was last heard from. Sessions that
+    were opened together share one object, and so do their children: an environment may
+    run them one after the other."""
 
     clock: Callable[[], float] = time.monotonic
-    """The lived seconds of the worker, for a session that is open there."""
+    """Lived seconds of the worker, for a session that is open there."""
     at: float = field(init=False)
-    """On this clock."""
 
     def __post_init__(self) -> None:
         self.update()
 
     def update(self) -> None:
-        """To be called when a call begins, continues, or ends."""
+        """Update the time. Call it when a call begins, continues, or ends."""
         self.at = self.clock()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord(StoredSession):
-    """What the store holds of a session, and what lives in the memory of its worker
-    alone."""
+    """The store's data of a session, and what only its worker holds in memory."""
 
     parent: SessionRecord | None = field(default=None, repr=False)
     children: list[SessionRecord] = field(default_factory=list, repr=False)
     frozen: bool = False
-    """Finish or abort has begun: what the session hands over does not change any
-    more."""
+    """Whether finish or abort has begun: the session's outcome no longer changes."""
     overridden: set[str] = field(default_factory=set)
-    """What a client asked for and the run did not grant: sampling parameters, another
+    """Client requests that the run did not grant: sampling parameters, another
     model."""
     forced: Counter[str] = field(default_factory=Counter)
     """Requests that wanted the form of the reply forced, by the field that asked for
     it."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Requests by those of their fields that the gateway does not know."""
+    """Requests by fields that the gateway does not know."""
     refusals: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_REFUSALS))
-    """The last requests that were refused: status, code and message of each, without
-    repeats."""
+    """Last refused requests: status, code and message of each, without repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
     counts: Counter[str] = field(default_factory=Counter)
-    """How requests continued what was recorded: match levels, tokens of kept thinking
-    and of forked prompts."""
+    """Counts of how requests continued the recording: match levels, tokens of kept
+    thinking and of forked prompts."""
 
     @classmethod
     def restored(cls, stored: StoredSession) -> SessionRecord:
-        """The record of a session that an earlier worker opened."""
+        """Return the record of a session that an earlier worker opened."""
         return cls(**field_values(stored), frozen=stored.state != "open")
 
     def note_refusal(self, error: SessionError) -> None:
-        """Keeps what the client was told, which an agent may swallow. What is refused
-        after the session's end is not kept: the end says it."""
+        """Keep the message to the client, which an agent may swallow. Refusals after
+        the session's end are not kept: the end itself says it."""
         if self.frozen:
             return
         message = " ".join(error.message.split())[:_REFUSAL_CHARACTERS]
@@ -80,23 +76,24 @@ class SessionRecord(StoredSession):
         self.refusals.append(text)
 
     def top(self) -> SessionRecord:
-        """The session at the root of the family. Its outcome is the one that counts."""
+        """Return the session at the root of the family. Its outcome is the one that
+        counts."""
         record = self
         while record.parent is not None:
             record = record.parent
         return record
 
     def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
-        """This session and its descendants. `finished`: without those that were aborted
-        or expired, and without their descendants."""
+        """Yield this session and its descendants. `finished`: without those that were
+        aborted or expired, and without their descendants."""
         yield self
         for child in self.children:
             if not finished or child.state == "finished":
                 yield from child.family(finished=finished)
 
     def group_dropped(self) -> str:
-        """The message for a session that was cancelled because its group was dropped;
-        "" for any other."""
+        """Return the message for a session that was cancelled because its group was
+        dropped; "" for any other."""
         if (
             isinstance(self.outcome, FailedRollout)
             and self.outcome.reason is FailureReason.GROUP_DROPPED

@@ -1,12 +1,13 @@
-"""The types that cross between the gateway's packages, in pipeline order: what a client
-sends, what it becomes in the session's forest, what the engine's output becomes on the
-way back. All of them are frozen.
+"""Types shared by the gateway's packages, in pipeline order: a client's request, its
+place in the session's forest, the engine's output on the way back. All of them are
+frozen.
 
 A dialect turns a body into a `TurnRequest`. The forest finds the `Node` that the
-request continues, or the `ForkReason` why it continues none. Sampling yields `Piece`s,
+request continues, or the `ForkReason` that it continues none. Sampling yields `Piece`s,
 and a committed turn yields an `Answer`, which the dialect writes. This module starts no
 event loop, no thread and no process, so that dialects and rendering, which import it,
-stay pure."""
+stay pure.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ class Message:
     tool_call_id: str = ""
     """Set on a tool's result: the id of the call that it answers."""
     instructions: bool = False
-    """The message applies to one request only: a request that continues this one does
-    not inherit it."""
+    """Whether the message applies to one request only: a request that continues this
+    one does not inherit it."""
 
     @property
     def characters(self) -> int:
-        """The number of characters of all texts in the message."""
+        """Number of characters of all texts in the message."""
         in_calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
         return len(self.content) + len(self.reasoning) + in_calls
 
@@ -66,14 +67,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the model may, must or must not call a tool. `name` is set where `mode`
-    is "named"."""
+    """Whether the model may, must or must not call a tool. `name` is set if `mode` is
+    "named"."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
     allowed: tuple[str, ...] = ()
-    """Names of the tools that may be called, out of those that the prompt shows; empty:
-    all of them."""
+    """Names of the tools that may be called, out of those in the prompt; empty: all of
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Prompt:
 
     @property
     def characters(self) -> int:
-        """The number of characters of all texts in the prompt."""
+        """Number of characters of all texts in the prompt."""
         in_tools = sum(
             len(tool.description) + len(tool.parameters) for tool in self.tools
         )
@@ -96,8 +97,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSampling:
-    """The sampling parameters of a client's request; None for those that it did not
-    set. The names are SGLang's."""
+    """Sampling parameters of a client's request; None for those that it did not set.
+    The names are SGLang's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -119,35 +120,34 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = msgspec.field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     top_logprobs: int = 0
-    """How many of the likeliest tokens are shown at each position."""
+    """Number of the likeliest tokens shown at each position."""
     schema: str = ""
     """JSON schema that the reply must follow; "" for none."""
     thinking: bool | None = None
-    """As in `Prompt`."""
+    """See `Prompt`."""
     after: str = ""
     """Id of the turn that this request continues: the conversation of that turn comes
     before `messages`."""
     instructions: str | None = None
-    """A system message for this request only. It comes before everything else."""
+    """System message for this request only. It comes before everything else."""
     text: str | tuple[int, ...] | None = None
-    """A prompt that no template wraps (completions), or its token ids; `messages` is
-    empty then."""
+    """Prompt that no template wraps (completions), or its token ids; `messages` is then
+    empty."""
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
     model: str | None = None
-    """The model that the client names; None if it names none."""
+    """Model that the client names; None if it names none."""
     digest: str
     """Digest of the body; a retry of the request has the same one."""
     retry: bool
-    """The client says that it has sent this request before."""
+    """Whether the client says that it has sent this request before."""
     ignored: tuple[str, ...] = ()
-    """Names of the body's fields that the gateway ignores."""
 
 
 class MatchLevel(IntEnum):
-    """How much of a message must equal the recorded one. Each level allows what the
-    ones before it allow, and more."""
+    """Required equality of a message and the recorded one. Each level allows what the
+    previous ones allow, and more."""
 
     EXACT = 0
     """Every character must be equal."""
@@ -166,29 +166,29 @@ class MatchLevel(IntEnum):
 
 
 class ForkReason(StrEnum):
-    """Why a request does not continue what was recorded."""
+    """Reason that a request does not continue the recording."""
 
     NEW_CONVERSATION = "new_conversation"
-    """It shares no sampled reply with an earlier request: an auxiliary call, or a
+    """Request shares no sampled reply with an earlier one: an auxiliary call, or a
     parallel conversation."""
     HISTORY_EDITED = "history_edited"
-    """It has another text in the place of a recorded reply."""
+    """Request has another text instead of a recorded reply."""
     CONTEXT_EDITED = "context_edited"
-    """It has recorded replies, but one of the client's own messages before them was
-    changed."""
+    """Request has recorded replies, but one of the client's own messages before them
+    was changed."""
     TEXT_MOVED = "text_moved"
-    """It has a text that stood beside a call in another message."""
+    """Request has a text that accompanied a call in another message."""
     INTERRUPTED_REPLY = "interrupted_reply"
-    """It has a reply, or the beginning of one, that did not come to its end: it was
-    cancelled, it was out of tokens, or it did not reach the client whole."""
+    """Request has a reply, or the beginning of one, that did not end: it was cancelled,
+    it was out of tokens, or it did not reach the client whole."""
     COMPACTED = "compacted"
-    """It has a recorded reply, but fewer messages before it than were recorded."""
+    """Request has a recorded reply, but fewer messages before it than were recorded."""
     HANDOFF = "handoff"
-    """It has recorded replies under another system prompt: another agent goes on with
+    """Request has recorded replies under another system prompt: another agent continues
     the conversation."""
     TOOLS_CHANGED = "tools_changed"
-    """It is the same conversation with other tools, which the template shows at its
-    beginning."""
+    """Request has the same conversation with other tools, which the template shows at
+    its beginning."""
     THINKING_STRIPPED = "thinking_stripped"
     """The template drops earlier thinking from the history, and the run follows the
     template."""
@@ -211,54 +211,53 @@ ADVICE: Mapping[ForkReason, str] = {
     ForkReason.THINKING_STRIPPED: "set --keep-thinking to continue with the thinking that was sampled",
     ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
 }
-"""What the user can do about a fork, by its reason."""
+"""Remedy for a fork, by its reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """The first difference between a request and what was recorded."""
+    """First difference between a request and the recording."""
 
     message: int
-    """Position of the message in the request."""
     role: str
     part: str
-    """The part of the message that differs: content, reasoning, tool_calls,
-    tool_call_ids, tool_call_id or role; `messages` if messages were removed or
-    inserted; `tools` if the request offers other tools."""
+    """Part of the message that differs: content, reasoning, tool_calls, tool_call_ids,
+    tool_call_id or role; `messages` if messages were removed or inserted; `tools` if
+    the request offers other tools."""
     recorded: str
-    """An excerpt of the recorded text, around the first character that differs."""
+    """Excerpt of the recorded text, around the first character that differs."""
     sent: str
-    """An excerpt of the request's text, around the same character."""
+    """Excerpt of the request's text, around the same character."""
     level: MatchLevel | None = None
-    """The lowest level above the session's at which the two messages count as the same;
+    """Lowest level above the session's at which the two messages count as the same;
     None if there is no such level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Node:
-    """A recorded turn in its place in the session's forest."""
+    """A recorded turn in the session's forest."""
 
     turn: Turn
     parent: Node | None
     messages: tuple[Message, ...]
-    """The messages that the turn adds: the request's new ones, then the reply as it was
+    """Messages that the turn adds: the request's new ones, then the reply as it was
     returned."""
     closed: bool
-    """The sampled ids end with the template's own end-of-turn token."""
+    """Whether the sampled ids end with the template's own end-of-turn token."""
     tools: tuple[Tool, ...] = ()
-    """The tools that the beginning of the path was rendered with."""
+    """Tools that the beginning of the path was rendered with."""
     stop: str = ""
-    """The client's stop string that ended the reply, which its text does not show; ""
-    if none did."""
+    """Client's stop string that ended the reply, which its text does not show; "" if
+    none did."""
 
     @property
     def raw(self) -> bool:
-        """No template rendered the prompt (completions): the first message is a piece
-        of text."""
+        """Whether no template rendered the prompt (completions): the first message is a
+        piece of text."""
         return self.messages[0].role == "text"
 
     def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
+        """Return the nodes from the root to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -268,11 +267,12 @@ class Node:
         return nodes
 
     def conversation(self) -> list[Message]:
-        """The messages of the whole path."""
+        """Return the messages of the whole path."""
         return [message for node in self.path() for message in node.messages]
 
     def ids(self) -> list[int]:
-        """Exactly the token ids that the engine consumed and emitted along the path."""
+        """Return exactly the token ids that the engine consumed and emitted along the
+        path."""
         ids: list[int] = []
         for node in self.path():
             ids.extend(node.turn.context_ids_T.tolist())
@@ -281,7 +281,7 @@ class Node:
 
 
 class AnswerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an answer before its first token."""
+    """Data of an answer before its first token."""
 
     turn_id: str
     created: float
@@ -289,8 +289,8 @@ class AnswerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece adds to call number `index` of the reply. Only the first piece of a
-    call has `id` and `name`."""
+    """Addition of a piece to call number `index` of the reply. Only the first piece of
+    a call has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -299,7 +299,7 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece of text adds to the reply, in this order: reasoning, content,
+    """Addition of a piece of text to the reply, in this order: reasoning, content,
     calls."""
 
     content: str = ""
@@ -311,15 +311,15 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one chunk of the engine's output adds to the answer."""
+    """Addition of one chunk of the engine's output to the answer."""
 
     delta: Delta
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: np.empty(0, np.void))
-    """The likeliest tokens of every position (id, log-prob), one position after the
-    other, each with equally many; empty if the client did not ask for them. They are
-    shown to the client and never recorded."""
+    """Likeliest tokens of every position (id, log-prob), one position after the other,
+    each with equally many; empty if the client did not ask for them. They are shown to
+    the client and never recorded."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -327,7 +327,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     turn: Turn
     message: Message
-    """The reply, parsed into reasoning, content and calls."""
+    """Reply, parsed into reasoning, content and calls."""
     pieces: tuple[Piece, ...]
     stop: str = ""
-    """The client's stop string that ended the reply; "" if none did."""
+    """Client's stop string that ended the reply; "" if none did."""

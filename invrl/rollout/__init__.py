@@ -1,4 +1,4 @@
-"""User code and what runs it: tasks, sessions, workers, rewards and held-out
+"""User code and its execution: tasks, sessions, workers, rewards and held-out
 evaluation.
 
 May import `host` and `store`; it talks to the gateway over HTTP only. Start with

@@ -1,5 +1,5 @@
-"""What to do about exceptions that a rollout function raises because it and its client
-do not agree on who waits: sentences for a failure's detail. Pure."""
+"""Advice on exceptions that a rollout function raises because it and its client
+disagree on who waits: sentences for a failure's detail. Pure."""
 
 from collections.abc import Iterable
 
@@ -27,11 +27,12 @@ _ADVICE = {
         "def, and await the call"
     ),
 }
-"""By a text of the exception's message."""
+"""Advice by a text of the exception's message."""
 
 
 def advice_on(errors: Iterable[BaseException]) -> str:
-    """A sentence about the first of these exceptions that has one; "" if none has."""
+    """Return a sentence about the first of these exceptions that has one; "" if none
+    has."""
     for error in errors:
         if not isinstance(error, RuntimeError | TypeError | AttributeError):
             continue

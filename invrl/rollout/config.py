@@ -132,6 +132,6 @@ class RolloutConfig(Section):
 
     @property
     def runs_rollouts(self) -> bool:
-        """Whether our own workers run rollouts. External environments run those of
-        training only, never those of an evaluation."""
+        """Whether our own workers run rollouts. External environments only run
+        training, never an evaluation."""
         return not self.external_environments or self.eval.tasks is not None

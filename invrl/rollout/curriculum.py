@@ -1,11 +1,12 @@
 """A curriculum: picks the next task of a list by how often the model has solved each
 one so far.
 
-Of each task it keeps a Beta distribution of its success rate, which forgets, because
-the model changes. A scheme of `CURRICULA` picks by these distributions. Invariants: the
-picks depend on the seed and on the outcomes so far and on nothing else; a task of which
-a group is open is picked again only when every task has as many open groups; `state` is
-everything that `restore` needs."""
+It keeps a Beta distribution of each task's success rate, which forgets, because the
+model changes. A scheme of `CURRICULA` picks by these distributions. Invariants: the
+picks depend only on the seed and on the outcomes so far; a task with an open group is
+picked again only when every task has as many open groups; `state` is everything that
+`restore` needs.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from invrl.types.groups import GroupOutcome
 from invrl.types.tasks import Json, Task
 
 PRIOR = 1.0
-"""Both parameters of the Beta distribution of a task that was not seen yet: any success
-rate is as likely."""
+"""Both parameters of the Beta distribution of an unseen task: all success rates are
+equally likely."""
 TARGET_SUCCESS_RATE = 0.5
 MAX_TASKS = 100_000
 
@@ -32,14 +33,15 @@ def learnability(
     beta_K: NDArray[np.float64],
     generator: np.random.Generator,
 ) -> int:
-    """Draws a task with a probability in proportion to its learnability p (1 - p), the
+    """Draw a task with a probability in proportion to its learnability p (1 - p), the
     variance of success (Foster et al., "Learning to Reason at the Frontier of
     Learnability", arXiv 2502.12272).
 
     The paper measures p by extra rollouts and takes the tasks with the highest values.
-    Here there are no extra rollouts: it is the expectation of p (1 - p) under what is
-    known of p, alpha beta / ((alpha + beta) (alpha + beta + 1)), which is never 0, so
-    no task is given up for good."""
+    Without extra rollouts, this is the expectation of p (1 - p) under the distribution
+    of p, alpha beta / ((alpha + beta) (alpha + beta + 1)), which is never 0, so no task
+    is abandoned.
+    """
     total_K = alpha_K + beta_K
     return _draw(alpha_K * beta_K / (total_K * (total_K + 1.0)), generator)
 
@@ -49,10 +51,10 @@ def thompson(
     beta_K: NDArray[np.float64],
     generator: np.random.Generator,
 ) -> int:
-    """Draws a success rate for every task from its distribution and picks the task
-    whose draw is nearest to 0.5 (MoPPS: Qu et al., arXiv 2507.04632; the strategy
-    "topk" of verl's `recipe/mopps/mopps.py`). There the nearest B of a random part of
-    the tasks are picked for a whole batch; here one task is, of all."""
+    """Draw a success rate for every task from its distribution and pick the task whose
+    draw is nearest to 0.5 (MoPPS: Qu et al., arXiv 2507.04632; the strategy "topk" of
+    verl's `recipe/mopps/mopps.py`). There the nearest B of a random part of the tasks
+    are picked for a whole batch; here one of all tasks."""
     success_rate_K = generator.beta(alpha_K, beta_K)
     return int(np.argmin(np.abs(success_rate_K - TARGET_SUCCESS_RATE)))
 
@@ -62,10 +64,10 @@ def prioritized(
     beta_K: NDArray[np.float64],
     generator: np.random.Generator,
 ) -> int:
-    """Draws a task with a probability in proportion to 1 - p: hard tasks come more
-    often (prioritized sampling of Kimi k1.5, arXiv 2501.12599). p is the mean of what
-    is known, alpha / (alpha + beta), so a task that is always solved still comes now
-    and then."""
+    """Draw a task with a probability in proportion to 1 - p, so hard tasks come more
+    often (prioritized sampling of Kimi k1.5, arXiv 2501.12599). p is the mean of the
+    distribution, alpha / (alpha + beta), so a task that is always solved still comes
+    occasionally."""
     return _draw(beta_K / (alpha_K + beta_K), generator)
 
 
@@ -77,15 +79,15 @@ CURRICULA: dict[str, Scheme] = {
 
 
 class Curriculum(Iterator[Task]):
-    """The tasks in the order that the scheme picks them, without an end. It is an
-    `OutcomeRecorder` and a `StateKeeper` (`interfaces.py`), as a user's own source may
-    be."""
+    """Tasks in the order that the scheme picks them, without an end. It is an
+    `OutcomeRecorder` and a `StateKeeper` (`interfaces.py`), like a user's own source
+    may be."""
 
     def __init__(
         self, tasks: Sequence[Task], scheme: Scheme, *, decay: float, seed: int
     ) -> None:
-        """`tasks`: at least one, with distinct ids. `decay`: the part of the earlier
-        evidence about a task that is kept at each of its groups, in [0, 1]."""
+        """`tasks` has at least one, with distinct ids. `decay` is the part of the
+        earlier evidence about a task that is kept at each of its groups, in [0, 1]."""
         self._tasks = tasks
         self._scheme = scheme
         self._decay = decay
@@ -94,12 +96,12 @@ class Curriculum(Iterator[Task]):
         self._alpha_K = np.full(len(tasks), PRIOR)
         self._beta_K = np.full(len(tasks), PRIOR)
         self._open_K = np.zeros(len(tasks), np.int64)
-        """How many groups of each task are open."""
+        """Number of open groups of each task."""
         self._num_picks = 0
 
     def __next__(self) -> Task:
         fewest_open = np.flatnonzero(self._open_K == self._open_K.min())
-        # A generator of its own for each pick: the state is then one number.
+        # A separate generator for each pick, so that the state is one number.
         pick_seed = random.Random(
             f"curriculum/{self._seed}/{self._num_picks}"
         ).getrandbits(64)
@@ -113,14 +115,15 @@ class Curriculum(Iterator[Task]):
         return self._tasks[index]
 
     def record(self, outcome: GroupOutcome) -> None:
-        """A complete group with s solved and f unsolved rollouts moves the distribution
-        of its task:
+        """Update the distribution of a task with a complete group of s solved and f
+        unsolved rollouts:
 
             alpha <- decay alpha + (1 - decay) prior + s,    beta <- decay beta + (1 - decay) prior + f
 
         (MoPPS, arXiv 2507.04632: the streaming posterior with temporal discounting.) A
-        group that was dropped before it was complete moves nothing: the rollouts that
-        are there ended early for a reason."""
+        group that was dropped before it was complete changes nothing: its finished
+        rollouts ended early for a reason.
+        """
         index = self._index[outcome.task_id]
         self._open_K[index] = max(0, self._open_K[index] - 1)
         if not outcome.complete:
@@ -135,7 +138,7 @@ class Curriculum(Iterator[Task]):
         )
 
     def state(self) -> dict[str, Json]:
-        """Of the tasks that were picked: [alpha, beta, open groups], by id."""
+        """Return [alpha, beta, open groups] of the picked tasks, by id."""
         seen = (self._alpha_K != PRIOR) | (self._beta_K != PRIOR) | (self._open_K > 0)
         tasks: dict[str, Json] = {}
         for index in np.flatnonzero(seen):
@@ -147,7 +150,7 @@ class Curriculum(Iterator[Task]):
         return {"picks": self._num_picks, "num_tasks": len(self._tasks), "tasks": tasks}
 
     def restore(self, state: Json) -> None:
-        """Raises ValueError for the state of another list of tasks."""
+        """Restore a state. Raises ValueError for the state of another list of tasks."""
         stored = cast(Mapping[str, Json], state)
         tasks = cast(Mapping[str, tuple[float, float, int]], stored["tasks"])
         unknown = [task_id for task_id in tasks if task_id not in self._index]
@@ -169,7 +172,7 @@ def _among(unknown: Sequence[str]) -> str:
 
 
 def _draw(weight_K: NDArray[np.float64], generator: np.random.Generator) -> int:
-    """One of K with a probability in proportion to its weight."""
+    """Draw one of K with a probability in proportion to its weight."""
     sum_K = np.cumsum(weight_K)
     return int(
         np.searchsorted(sum_K, generator.random() * sum_K[-1], side="right").clip(

@@ -6,18 +6,19 @@ them in the pool.
           └──────────────── while fewer than `concurrency` run ◄──────────────┘
 
 Invariants: at most `concurrency` rollouts run at a time (a group form with more
-sessions than that runs alone); a slot is free as soon as its rollout has ended, not
-only when its group has; every session that was opened ends.
+sessions than that runs alone); a slot is free as soon as its rollout has ended, before
+its group has; every opened session ends.
 
 Outcomes reach the buffer through the gateway's outbox. The dispatcher reports an
-outcome only if the gateway does not know the session any more.
+outcome only if the gateway no longer knows the session.
 
 When the buffer names a group that it has dropped, the dispatcher removes the group's
 waiting assignments, aborts its sessions, which ends their requests to the engines, and
 then cancels its running assignments.
 
 A failure on our side ends the dispatcher with that exception. `guard` raises it where
-the loop waits."""
+the loop waits.
+"""
 
 import asyncio
 import contextlib
@@ -40,15 +41,15 @@ from invrl.types.sessions import Session
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _POLL_S = 0.04
-"""Wait after the buffer had no lease, before it is asked again."""
+"""Wait before the buffer is asked again after it had no lease."""
 _ADMISSION_TIMEOUT_S = 600.0
 """A gateway that admits no session for this long is considered lost."""
 _END_TIMEOUT_S = 5.0
-"""For each abort at the end of the run. A gateway that has ended needs none."""
+"""Deadline of each abort at the end of the run. A gateway that has ended needs none."""
 
 
 async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
-    """Returns `work`'s result. `watch` never returns: if it raises before `work` is
+    """Return `work`'s result. `watch` never returns: if it raises before `work` is
     done, its exception is raised here."""
     work_task = asyncio.ensure_future(work)
     watch_task = asyncio.ensure_future(watch)
@@ -74,24 +75,24 @@ class Scheduler:
         self._follower: asyncio.Task[None] | None = None
         self._drops: set[asyncio.Task[None]] = set()
         self._dropped: dict[str, DroppedGroup] = {}
-        """By id, the groups that the buffer has dropped since the latest call of
-        `lease`, whose lease may be of one of them."""
+        """Groups dropped since the latest call of `lease`, by id; its lease may be of
+        one of them."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._warned_constrained = False
 
     def start(self) -> None:
-        """Starts two tasks in the running event loop: one leases work, one ends the
+        """Start two tasks in the running event loop: one leases work, one ends the
         groups that the buffer drops."""
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
         self._follower = asyncio.create_task(self._guarded(self._follow_drops()))
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Returns `work`'s result. If the scheduler, which `work` may start, fails
+        """Return `work`'s result. If the scheduler, which `work` may start, fails
         first, `work` is cancelled and the scheduler's failure is raised."""
         return await first_to_fail(work, asyncio.shield(self._failed))
 
     async def stop(self) -> None:
-        """Stops leasing and aborts the rollouts that run."""
+        """Stop leasing and abort the running rollouts."""
         self._stopping = True
         for task in (self._scheduler, self._follower):
             if task is not None:
@@ -109,15 +110,14 @@ class Scheduler:
         raise NotImplementedError
 
     async def _drop(self, group: DroppedGroup) -> None:
-        """Ends the rollouts of a group that the buffer has dropped."""
         raise NotImplementedError
 
     async def _end_all(self) -> None:
-        """Ends the rollouts that still run."""
+        """End the running rollouts."""
 
     async def _lease(self) -> GroupLease | None:
-        """Asks the buffer for work. After the caller has acted on the lease, `_dropped`
-        says whether the buffer has dropped its group in the meantime."""
+        """Ask the buffer for work. After the caller has acted on the lease, `_dropped`
+        says whether its group was dropped in the meantime."""
         self._dropped.clear()
         return await self._buffer.lease()
 
@@ -147,7 +147,7 @@ class _Running:
 
     assignment: Assignment
     dropped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its group was dropped. The pool then cancels the assignment."""
+    """Set when its group is dropped. The pool then cancels the assignment."""
 
 
 class Dispatcher(Scheduler):
@@ -258,7 +258,7 @@ class Dispatcher(Scheduler):
             )
 
     def _start_waiting(self) -> None:
-        """Starts the waiting assignments for which slots are free, the oldest first."""
+        """Start the waiting assignments for which slots are free, oldest first."""
         while self._waiting:
             num_running = self.running
             num_next = len(self._waiting[0].sessions)
@@ -284,8 +284,8 @@ class Dispatcher(Scheduler):
                 self._warn_constrained(outcome)
 
     def _warn_constrained(self, failure: FailedRollout) -> None:
-        """Prints the first CONSTRAINED failure: all rollouts fail alike, and the run
-        would wait for its deadline without a word on the console."""
+        """Print the first CONSTRAINED failure: all rollouts fail alike, and the run
+        would wait silently for its deadline."""
         if failure.reason is not FailureReason.CONSTRAINED or self._warned_constrained:
             return
         self._warned_constrained = True
@@ -302,9 +302,9 @@ class Dispatcher(Scheduler):
 def assignments(
     lease: GroupLease, sessions: Sequence[Session], *, group_form: bool
 ) -> list[Assignment]:
-    """The calls of the rollout function that a lease needs. A later lease of a group
-    replaces failed members only, so a group form may get fewer sessions than the group
-    has members."""
+    """Return the calls of the rollout function that a lease needs. A later lease of a
+    group replaces failed members only, so a group form may get fewer sessions than the
+    group has members."""
     if group_form:
         return [Assignment(task=lease.task, sessions=tuple(sessions))]
     return [Assignment(task=lease.task, sessions=(session,)) for session in sessions]

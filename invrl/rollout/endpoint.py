@@ -1,9 +1,10 @@
-"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint, its
+"""The endpoint of a rollout function: its session for OpenAI and Anthropic clients, its
 rewards and children.
 
 All sessions of a worker share one pool of connections: a TLS context and a connection
 per rollout would cost more than the request. Closing the client of one session leaves
-the connections of the others open."""
+the connections of the others open.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class ConnectionPool(httpx.AsyncBaseTransport):
 
 
 class SessionEndpoint:
-    """One session's `interfaces.Endpoint`. `timeout_s`: the time limit of the whole
-    rollout, which is also the limit of each request."""
+    """The `interfaces.Endpoint` of one session. `timeout_s` is the time limit of the
+    whole rollout, and of each request."""
 
     def __init__(
         self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool
@@ -53,9 +54,9 @@ class SessionEndpoint:
         self._pool = pool
 
     def openai(self) -> AsyncOpenAI:
-        """A client that is ready to use. In the worker's event loop it uses the shared
-        pool. A pool belongs to one loop, so in the thread of a sync function the client
-        gets connections of its own."""
+        """Return a client. In the worker's event loop it uses the shared pool. A pool
+        belongs to one loop, so in the thread of a sync function the client gets
+        separate connections."""
         import openai  # Takes a second. The driver imports this module too and does not need it.
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
@@ -71,9 +72,9 @@ class SessionEndpoint:
         )
 
     def anthropic(self) -> Any:
-        """An `anthropic.AsyncAnthropic` that is ready to use. It has connections of its
-        own, because newer releases do not accept a transport of httpx. Raises
-        ImportError if the package, which invrl does not depend on, is not installed."""
+        """Return an `anthropic.AsyncAnthropic`. It has separate connections, because
+        newer releases do not accept a transport of httpx. Raises ImportError if the
+        package, which invrl does not depend on, is not installed."""
         try:
             import anthropic  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -96,7 +97,7 @@ class SessionEndpoint:
         branch: str = "",
         components: Mapping[str, float] | None = None,
     ) -> None:
-        """As `interfaces.Endpoint.reward`."""
+        """See `interfaces.Endpoint.reward`."""
         reward = Reward(
             value=value, components=components or {}, turn=turn, branch=branch
         )
@@ -104,7 +105,7 @@ class SessionEndpoint:
             await client.reward(self._session, reward)
 
     async def open_child(self) -> SessionEndpoint:
-        """As `interfaces.Endpoint.open_child`."""
+        """See `interfaces.Endpoint.open_child`."""
         async with self._session_client() as client:
             child = await client.open_child(self._session)
         return SessionEndpoint(
@@ -123,7 +124,7 @@ class SessionEndpoint:
             await client.close()
 
     def _transport(self) -> httpx.AsyncBaseTransport:
-        """The shared pool, or new connections outside of its event loop."""
+        """Return the shared pool, or new connections outside of its event loop."""
         # In a thread without a loop `_get_running_loop` returns None, where
         # `get_running_loop` would raise.
         if asyncio._get_running_loop() is not self._pool.loop:

@@ -2,9 +2,10 @@
 
 `evaluate` runs each task of a set in one mode: "sampled" at temperature 1, or "greedy".
 The statistics below it are pure functions. Invariants: a rollout that fails scores 0
-and is counted by its reason; a rollout that fails for a reason of ours (a worker that
-died, an engine) is attempted again first; an `Evaluation` survives a round trip through
-JSON unchanged."""
+and is counted by its reason; a rollout that fails for a reason of ours (a dead worker,
+an engine) is retried first; an `Evaluation` survives a round trip through
+JSON unchanged.
+"""
 
 import asyncio
 import math
@@ -42,10 +43,8 @@ class EvalScore:
     task_ids: tuple[str, ...]
     rewards: tuple[tuple[float, ...], ...]
     failures: Mapping[str, int]
-    """Number of rollouts that failed, by reason. Each has a reward of 0 in
-    `rewards`."""
+    """Number of failed rollouts by reason. Each has a reward of 0 in `rewards`."""
     failure_detail: str = ""
-    """The detail of the last failure."""
 
     @property
     def name(self) -> str:
@@ -105,7 +104,8 @@ class EvalScore:
         return measures
 
     def values(self) -> dict[str, float]:
-        """The measures with the bounds of their intervals, as flat metric values."""
+        """Return the measures with the bounds of their intervals, as flat metric
+        values."""
         numbers = {
             "samples": float(self.samples),
             "failed": float(sum(self.failures.values())),
@@ -119,13 +119,13 @@ class EvalScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Every set in every mode, under one version of the weights."""
+    """All sets in all modes, under one version of the weights."""
 
     scores: Mapping[str, EvalScore]
-    """By `EvalScore.name`: "sampled", or "<set>/sampled"."""
+    """Scores by `EvalScore.name`: "sampled", or "<set>/sampled"."""
 
     def values(self) -> dict[str, float]:
-        """All scores as flat metric values."""
+        """Return all scores as flat metric values."""
         values: dict[str, float] = {}
         for score in self.scores.values():
             values |= score.values()
@@ -133,8 +133,8 @@ class Evaluation:
 
 
 class Watch(Protocol):
-    """Called when the rollouts of a task begin and end, with the id of their group. An
-    exception raised here ends the evaluation."""
+    """Observer of the rollouts of a task, called when they begin and end, with the id
+    of their group. An exception raised here ends the evaluation."""
 
     def began(self, group_id: str) -> None: ...
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None: ...
@@ -218,7 +218,7 @@ def _score(
     task_ids: tuple[str, ...],
     outcomes_K: Sequence[Sequence[Outcome]],
 ) -> EvalScore:
-    """The score of the outcomes of each task. A failed rollout has a reward of 0."""
+    """Score the outcomes of each task. A failed rollout has a reward of 0."""
     rewards_K: list[tuple[float, ...]] = []
     failures: Counter[str] = Counter()
     failure_detail = ""
@@ -243,8 +243,8 @@ def _score(
 
 
 def failure_note(score: EvalScore) -> str:
-    """Says how many rollouts failed and why. If all of them did, the end of the last
-    failure follows."""
+    """Say how many rollouts failed and why, followed by the end of the last failure if
+    all did."""
     failed = sum(score.failures.values())
     reasons = ", ".join(
         f"{count} {reason}" for reason, count in sorted(score.failures.items())
@@ -258,8 +258,8 @@ def failure_note(score: EvalScore) -> str:
 
 
 def wilson_interval(successes: int, n: int) -> Interval:
-    """A proportion with its 95 % score interval (Wilson 1927, JASA 22:209). For n = 0
-    it is 0 to 1."""
+    """Return a proportion with its 95 % score interval (Wilson 1927, JASA 22:209). For
+    n = 0 it is 0 to 1."""
     if n == 0:
         return Interval(value=0.0, low=0.0, high=1.0)
     share = successes / n
@@ -272,16 +272,16 @@ def wilson_interval(successes: int, n: int) -> Interval:
 
 
 def pass_at_k(n: int, exact: int, k: int) -> float:
-    """Probability that k of a task's n samples, drawn without replacement, include one
-    of its `exact` ones: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374,
-    equation 1)."""
+    """Return the probability that k of a task's n samples, drawn without replacement,
+    include one of its `exact` ones: the unbiased estimator of Chen et al. 2021
+    (arXiv:2107.03374, equation 1)."""
     return 1.0 - math.comb(n - exact, k) / math.comb(n, k)
 
 
 def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:
-    """Gain in accuracy with its 95 % interval: the paired bootstrap over tasks. Raises
-    ValueError unless both scores have the same name and the same tasks in the same
-    order."""
+    """Return the gain in accuracy with its 95 % interval: the paired bootstrap over
+    tasks. Raises ValueError unless both scores have the same name and the same tasks in
+    the same order."""
     if before.task_ids != after.task_ids or before.name != after.name:
         raise ValueError(
             "a paired gain needs the same tasks in the same mode, before and after"
@@ -290,7 +290,7 @@ def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Inte
 
 
 def _task_accuracy(score: EvalScore) -> np.ndarray:
-    """Share of exact samples per task: float64 [K]."""
+    """Return the share of exact samples per task: float64 [K]."""
     return np.array(
         [
             np.mean([reward >= EXACT_REWARD for reward in rewards])

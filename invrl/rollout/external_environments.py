@@ -1,11 +1,11 @@
-"""Hands the buffer's leases to environments that we do not start, in the place of the
+"""Hands the buffer's leases to environments that we do not start, instead of the
 dispatcher.
 
 An environment takes a lease over HTTP and opens its sessions. If it does not open them
 in time, the rollouts have failed, and the buffer leases them again. When the buffer
-drops a group, its leases are removed and its open sessions are aborted; every later
-call in those sessions is answered with that. Outcomes reach the buffer through the
-gateway's outbox."""
+drops a group, its leases are removed and its open sessions are aborted; later calls in
+those sessions say so. Outcomes reach the buffer through the gateway's outbox.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ _POLL_INTERVAL_S = 0.05
 
 
 class ExternalDispatcher(Scheduler):
-    """Offers all work that the buffer admits, so nothing beyond the staleness bound.
-    `timeout_s`: how long an environment may take to open the sessions of a lease."""
+    """Offers all work that the buffer admits, within the staleness bound. `timeout_s`
+    is the time that an environment has to open the sessions of a lease."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class ExternalDispatcher(Scheduler):
         self._timeout_s = timeout_s
         self._lived_time = lived_time or LivedTime()
         self._taken_since: dict[Place, float] = {}
-        """When each lease without a session was first seen as taken, in lived
+        """Time at which each lease without a session was first seen as taken, in lived
         seconds."""
         self._reading = asyncio.Lock()
-        """One thread at a time reads the store."""
+        """Held while a thread reads the store."""
 
     async def _schedule(self) -> None:
         while not self._stopping:
@@ -70,8 +70,7 @@ class ExternalDispatcher(Scheduler):
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def _overdue(self, taken: Sequence[Place]) -> list[Place]:
-        """Those of the leases that were taken and have no session that were seen so for
-        `timeout_s`."""
+        """Return taken leases without a session that were seen so for `timeout_s`."""
         now = self._lived_time.now()
         self._taken_since = {
             place: self._taken_since.get(place, now) for place in taken
@@ -95,8 +94,8 @@ class ExternalDispatcher(Scheduler):
         await asyncio.gather(*aborts)
 
     async def _offer(self, lease: GroupLease) -> None:
-        """If JSON cannot hold the task (a task source may yield anything), all members
-        of the lease have failed."""
+        """Offer a lease. If JSON cannot hold the task (a task source may yield
+        anything), all members of the lease fail."""
         try:
             await self._written(self._leases.offer, lease)
         except UnsendableTaskError as error:
@@ -118,7 +117,7 @@ class ExternalDispatcher(Scheduler):
         *args: Parameters.args,
         **named: Parameters.kwargs,
     ) -> Answer:
-        """Calls a method of the leases that writes; waits while the disk is full."""
+        """Call a writing method of the leases; wait while the disk is full."""
         folder = self._leases.folder
         return await written_in_thread(folder, "leases of tasks", write, *args, **named)
 

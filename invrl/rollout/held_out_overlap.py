@@ -1,9 +1,10 @@
-"""Held-out tasks that are training tasks too: an accuracy on them is training accuracy.
-Pure.
+"""Held-out tasks that are also training tasks, on which an accuracy is training
+accuracy. Pure.
 
-Two tasks are the same if their payloads agree in every field that tells tasks apart,
+Two tasks are the same if their payloads agree in every field that distinguishes tasks,
 whatever their ids. The same id makes them the same only where ids are names: counters
-begin anew in every file."""
+restart in every file.
+"""
 
 import json
 import re
@@ -18,8 +19,8 @@ _COUNTER = re.compile(r"\D*\d+")
 def shared_tasks(
     training: Sequence[Task], held_out: Sequence[Task], *, id_key: str
 ) -> list[Task]:
-    """The tasks of `held_out` that occur in `training`. `id_key`: the field of a
-    payload that is the id."""
+    """Return the tasks of `held_out` that occur in `training`. `id_key` is the id's
+    field of a payload."""
     if not training:
         return []
     fields = _telling_fields(training, held_out, id_key)
@@ -35,9 +36,9 @@ def shared_tasks(
 def _telling_fields(
     training: Sequence[Task], held_out: Sequence[Task], id_key: str
 ) -> list[str]:
-    """The fields that every payload has and that vary within the tasks of a split: one
-    that names the split, or the data set, does not. If none varies, all that every
-    payload has."""
+    """Return the fields that every payload has and that vary within the tasks of a
+    split: a field that names the split, or the data set, does not. If none varies, all
+    that every payload has."""
     common = _common_fields([*training, *held_out]) - {id_key}
     varying = [
         field
@@ -62,5 +63,5 @@ def _content(task: Task, fields: Sequence[str]) -> str:
 
 
 def _json(value: object) -> str:
-    """The value as text; equal for equal values."""
+    """Return the value as text; equal for equal values."""
     return json.dumps(value, sort_keys=True, default=repr)

@@ -1,12 +1,12 @@
-"""Values with their 95 % intervals, and the reward that counts as exact. Pure: a viewer
-of runs computes with the same."""
+"""Values with their 95 % intervals, and the reward that counts as exact. Pure: the
+viewer computes with the same code."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 EXACT_REWARD = 1.0
-"""The reward from which a sample counts as exact."""
+"""Reward from which a sample counts as exact."""
 _RESAMPLES = 10_000
 
 
@@ -20,9 +20,9 @@ class Interval:
 
 
 def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
-    """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and
-    Tibshirani 1993, An Introduction to the Bootstrap, chapter 13) with 10,000
-    resamples. Drawn for each resample is how often each distinct value occurs. Raises
+    """Return the mean with its 95 % interval: the percentile bootstrap over tasks
+    (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13) with
+    10,000 resamples. Each resample draws the counts of the distinct values. Raises
     ValueError without tasks."""
     if len(of_tasks_K) == 0:
         raise ValueError("no tasks were evaluated")

@@ -1,10 +1,11 @@
-"""Turns what user code returned into a reward that may be trained on: one finite float,
-or a named reason.
+"""Converts return values of user code to a reward that may be trained on: one finite
+float, or a named reason.
 
 Pure functions. Invariants: a reward that leaves this module is a finite float within
 `MAX_REWARD`; its components pass the gateway's checks. Numbers of extra columns are
 finite and of the right types; whether they are declared, and as many as the tokens, is
-checked by the gateway, which knows both."""
+checked by the gateway, which knows both.
+"""
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -30,9 +31,9 @@ class Rejected(Exception):
 
 
 def as_result(returned: object) -> RolloutResult:
-    """The return value of a rollout function as a RolloutResult. A bool counts as 0 or
-    1, and numpy scalars are numbers. Raises Rejected (BAD_RETURN) naming the value, its
-    type and the fix."""
+    """Convert the return value of a rollout function to a RolloutResult. A bool counts
+    as 0 or 1, and numpy scalars are numbers. Raises Rejected (BAD_RETURN) naming the
+    value, its type and the fix."""
     if isinstance(returned, RolloutResult):
         if not isinstance(returned.components, Mapping):
             detail = f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping"
@@ -45,8 +46,8 @@ def as_result(returned: object) -> RolloutResult:
 
 
 def valid_numbers(result: RolloutResult) -> ExtraNumbers:
-    """The numbers of extra columns as plain floats. Raises Rejected (BAD_RETURN) naming
-    the field, the value and the fix."""
+    """Return the numbers of extra columns as plain floats. Raises Rejected (BAD_RETURN)
+    naming the field, the value and the fix."""
     turn_numbers: dict[str, Mapping[str, float]] = {}
     for turn_id, numbers in _named_entries("turn_numbers", result.turn_numbers):
         turn_numbers[turn_id] = _numbers_by_name(f"turn_numbers[{turn_id!r}]", numbers)
@@ -65,7 +66,7 @@ def valid_numbers(result: RolloutResult) -> ExtraNumbers:
 
 
 def _named_entries(field: str, mapping: object) -> list[tuple[str, object]]:
-    """The entries of a mapping whose keys are text that JSON can carry."""
+    """Return the entries of a mapping whose keys are text that JSON can carry."""
     if not isinstance(mapping, Mapping):
         raise _bad_numbers(
             field, f"is {_shown(mapping)}, not a mapping", "return a dict"
@@ -110,7 +111,7 @@ def _number(field: str, value: object) -> float:
 
 
 def _number_list(field: str, values: object) -> list[float]:
-    """A list, tuple, array or tensor of numbers, one for each token."""
+    """Convert a list, tuple, array or tensor of numbers, one for each token."""
     if isinstance(values, list | tuple):
         return [
             _number(f"{field}[{position}]", value)
@@ -140,8 +141,8 @@ def _bad_numbers(field: str, reason: str, fix: str) -> Rejected:
 
 
 def valid_reward(value: object, name: str = "the reward") -> float:
-    """`value` as a finite float. Raises Rejected (BAD_REWARD) naming the value, its
-    type and the fix."""
+    """Return `value` as a finite float. Raises Rejected (BAD_REWARD) naming the value,
+    its type and the fix."""
     if value is None:
         fix = "return a float, or RolloutResult(reward=...)"
         raise Rejected(
@@ -170,7 +171,7 @@ def valid_reward(value: object, name: str = "the reward") -> float:
 
 
 def _shown(value: object) -> str:
-    """The value, shortened, with its type."""
+    """Format the value, shortened, with its type."""
     try:
         text = repr(value)
     except Exception:  # an object's __repr__ is user code
@@ -181,7 +182,7 @@ def _shown(value: object) -> str:
 
 
 def _number_fix(value: object) -> str:
-    """Says how to return a number instead of this value."""
+    """Say how to return a number instead of this value."""
     if value is None:
         return "a `return` is missing, or one path ends without it; return a float on every path"
     if isinstance(value, Awaitable):
@@ -199,11 +200,12 @@ def _number_fix(value: object) -> str:
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:
-    """The named parts of a reward as finite floats, with names that JSON can carry.
-    Raises Rejected (BAD_REWARD).
+    """Return the named parts of a reward as finite floats, with names that JSON can
+    carry. Raises Rejected (BAD_REWARD).
 
     The bounds that RolloutResult checks are checked again, because user code may have
-    changed the mapping since. Names that are not strings become strings here."""
+    changed the mapping since. Names that are not strings become strings here.
+    """
     fault = components_fault(components)
     if fault:
         raise Rejected(FailureReason.BAD_REWARD, fault)

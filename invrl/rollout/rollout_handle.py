@@ -29,10 +29,10 @@ _STUCK_MARGIN_S = 10.0
 
 
 class RolloutHandle:
-    """`model`: the name that agents send. Without a buffer it only runs evaluations.
-    With `external_dispatcher`, environments that we do not start run what the buffer
-    leases. `logs`: the folder for the output of the workers; None: Ray keeps it. `log`:
-    what they log; None: what user code sets up."""
+    """Workers, dispatcher and evaluation. `model` is the name that agents send. Without
+    a buffer it only runs evaluations. With `external_dispatcher`, environments that we
+    do not start run the buffer's leases. `logs` is the folder for the output of the
+    workers; None: Ray keeps it. `log` sets what they log; None: user code does."""
 
     def __init__(
         self,
@@ -86,23 +86,23 @@ class RolloutHandle:
             )
 
     async def start(self) -> None:
-        """Waits until the workers have started and loaded the user's code. Raises
+        """Wait until the workers have started and loaded the user's code. Raises
         PluginError, ServerError, DeadlineError."""
         if self._has_workers:
             await self._pool.start()
 
     def dispatch(self) -> None:
-        """Starts leasing work from the buffer and running it."""
+        """Start leasing work from the buffer and running it."""
         assert self._dispatcher is not None, "there is no buffer"
         self._dispatcher.start()
 
     async def stop_dispatching(self) -> None:
-        """Stops leasing and aborts what runs. Evaluations may follow."""
+        """Stop leasing and abort running work. Evaluations may follow."""
         if self._dispatcher is not None:
             await self._dispatcher.stop()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Returns `work`'s result, or raises the failure of the rollout half if that
+        """Return `work`'s result, or raise the failure of the rollout half if that
         comes first."""
         if self._dispatcher is None:
             return await work
@@ -146,7 +146,7 @@ class RolloutHandle:
         return Evaluation(scores=scores)
 
     async def stop(self) -> None:
-        """Stops dispatching and ends the workers. May be called after a failure."""
+        """Stop dispatching and end the workers. May be called after a failure."""
         await self.stop_dispatching()
         self._pool.stop()
         await self._sessions.close()

@@ -1,15 +1,16 @@
-"""Calls user code on sessions and returns how each ended: a reward, or the reason why
-there is none.
+"""Calls user code on sessions and returns how each ended: a reward, or a failure
+reason.
 
 Invariant: nothing that a rollout function or reward function does (raise, hang, return
 the wrong thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an
 exception. `os._exit` ends the process, which the worker pool notices.
 
-Async functions run in the worker's event loop, sync ones in a thread of their own. A
-thread cannot be ended from outside: those that outlive their deadline are counted, and
-the pool replaces the worker. When a run is dropped, the function is cancelled as at a
+Async functions run in the worker's event loop, sync ones in separate threads. A thread
+cannot be ended from outside: those that outlive their deadline are counted, and the
+pool replaces the worker. When a run is dropped, the function is cancelled as at a
 deadline, but its threads get time to end: their session is closed, so their next call
-fails."""
+fails.
+"""
 
 import asyncio
 import contextlib
@@ -72,7 +73,7 @@ UserCodeResult = Scored | Failure
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """An exception as a value: how code that must not raise reports one."""
+    """An exception as a value, from code that must not raise."""
 
     error: BaseException
 
@@ -83,13 +84,12 @@ class _ThreadGoesOn(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One call of the rollout function, and the threads that it started."""
+    """One call of the rollout function, and its threads."""
 
     task: Task
     endpoints: Sequence[Endpoint]
     threads: list[asyncio.Future[object]] = field(default_factory=list)
-    """One future per sync function that was called; it is set when the function has
-    returned."""
+    """One future per called sync function, set when the function has returned."""
 
 
 class Runner:
@@ -120,7 +120,7 @@ class Runner:
         endpoints: Sequence[Endpoint],
         dropped: asyncio.Event | None = None,
     ) -> list[UserCodeResult]:
-        """Calls the rollout function and scores what it returns. Returns one result per
+        """Call the rollout function and score its return value. Returns one result per
         endpoint, in order, within the deadline. A function that is not a group form
         takes exactly one endpoint. Once `dropped` is set, the function is cancelled and
         the results are GROUP_DROPPED. The detail of a failure never holds a session's
@@ -139,8 +139,8 @@ class Runner:
     async def _results_in_time(
         self, run: _Run, dropped: asyncio.Event
     ) -> list[UserCodeResult]:
-        """The results, or the same failure for every endpoint: an exception, the drop
-        or the deadline."""
+        """Return the results, or the same failure for every endpoint: an exception, the
+        drop or the deadline."""
         call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
@@ -179,8 +179,8 @@ class Runner:
         return list(await asyncio.gather(*scores))
 
     async def _score(self, run: _Run, returned: object) -> UserCodeResult:
-        """The reward of one return value of the rollout function, from the reward
-        function if there is one."""
+        """Return the reward of one return value of the rollout function, from the
+        reward function if there is one."""
         function: Callable[..., Any] = self._function
         try:
             result = as_result(returned)
@@ -203,8 +203,8 @@ class Runner:
     def _failure(
         self, error: BaseException, run: _Run, function: Callable[..., Any]
     ) -> Failure:
-        """Why user code failed. The last line of the detail names the line of user
-        code."""
+        """Describe why user code failed. The last line of the detail names the line of
+        user code."""
         failure = classify(error, run.endpoints)
         if isinstance(error, Rejected):
             place = returned_at(function)
@@ -261,7 +261,7 @@ class Runner:
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """The innermost frames of a running thread, or "" if it has none."""
+    """Return the innermost frames of a running thread, or "" if it has none."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return ""
@@ -269,9 +269,9 @@ def _stack_of(thread: threading.Thread) -> str:
 
 
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. EXCEPTION, unless the cause was a request to one of our
-    endpoints: ENGINE for a 5xx or no server; CONTEXT, LIMIT or TIMEOUT if the session
-    had no more context, turns, tokens or time."""
+    """Classify a failure of user code: EXCEPTION, unless the cause was a request to one
+    of our endpoints: ENGINE for a 5xx or no server; CONTEXT, LIMIT or TIMEOUT if the
+    session had no more context, turns, tokens or time."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
     gateway_origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
@@ -302,16 +302,16 @@ def _is_request_to(
 
 
 def _call_failure(error: SessionError | DeadlineError) -> FailureReason | None:
-    """Why a reward or a child session of our endpoint failed. None if the call itself
-    was wrong."""
+    """Return the reason that a reward or a child session of our endpoint failed. None
+    if the call itself was wrong."""
     if isinstance(error, DeadlineError) or error.status >= 500:
         return FailureReason.ENGINE
     return _EXHAUSTED.get(error.code)
 
 
 def _request_failure(error: BaseException) -> FailureReason | None:
-    """Why a request to one of our endpoints failed. None if the request itself was
-    wrong."""
+    """Return the reason that a request to one of our endpoints failed. None if the
+    request itself was wrong."""
     response = _attribute(error, "response")
     exhausted = _exhausted(response)
     if exhausted is not None:
@@ -353,12 +353,12 @@ _EXHAUSTED = {
     "session_timeout": FailureReason.TIMEOUT,
     "the session is expired": FailureReason.TIMEOUT,
 }
-"""By a text that the gateway's refusal holds: an error code, or words of the message,
+"""Reasons by a text in the gateway's refusal: an error code, or words of the message,
 as Anthropic's errors have no code."""
 
 
 def _exhausted(response: object) -> FailureReason | None:
-    """Which limit of its session a refused request had reached; None for any other
+    """Return the session limit that a refused request had reached; None for any other
     response."""
     if not isinstance(response, httpx.Response) or response.status_code not in (
         400,
@@ -383,8 +383,8 @@ def _origin(url: httpx.URL) -> tuple[str, int | None]:
 def _without_keys(
     result: UserCodeResult, endpoints: Sequence[Endpoint]
 ) -> UserCodeResult:
-    """The result with a failure's detail shortened and without session keys: base URLs
-    hold them, and errors of HTTP clients hold URLs."""
+    """Shorten a failure's detail and remove session keys: base URLs hold them, and
+    errors of HTTP clients hold URLs."""
     if not isinstance(result, Failure):
         return result
     detail = result.detail
@@ -395,7 +395,7 @@ def _without_keys(
 
 
 async def _contained(work: Awaitable[Any]) -> Any | _Raised:
-    """Awaits `work` and returns any exception as a value. SystemExit and
+    """Await `work` and return any exception as a value. SystemExit and
     KeyboardInterrupt would end the event loop if they left a task."""
     try:
         return await work
@@ -404,7 +404,7 @@ async def _contained(work: Awaitable[Any]) -> Any | _Raised:
 
 
 async def _cancel(call: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
-    """Cancels the call. Returns a clause that says where it was."""
+    """Cancel the call and return a clause that says where it was."""
     call.cancel()
     done, _ = await asyncio.wait({call}, timeout=_CANCEL_GRACE_S)
     if not done:
@@ -419,8 +419,8 @@ async def _cancel(call: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
 
 
 def _group_results(returned: object, num_endpoints: int) -> Sequence[object]:
-    """The return value of a group form as one result per endpoint. Raises Rejected
-    (BAD_RETURN)."""
+    """Return the return value of a group form as one result per endpoint. Raises
+    Rejected (BAD_RETURN)."""
     if isinstance(returned, np.ndarray):
         returned = list(returned)
     if not isinstance(returned, list | tuple):
@@ -434,8 +434,8 @@ def _group_results(returned: object, num_endpoints: int) -> Sequence[object]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes, contexts and grouped exceptions, at most 64: agent
-    frameworks wrap errors many times."""
+    """Yield the error, then its causes, contexts and grouped exceptions, at most 64:
+    agent frameworks wrap errors many times."""
     seen: set[int] = set()
     pending = [error]
     while pending and len(seen) < 64:

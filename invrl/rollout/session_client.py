@@ -1,13 +1,14 @@
-"""The gateway's session API as any external environment uses it: open, reward, attach
-numbers, finish, abort.
+"""The gateway's session API for any external environment: open, reward, attach numbers,
+finish, abort.
 
 Invariants: every call ends within its deadline, and its error says what it waited for.
 A request to a gateway that is full (429), restarting (503) or unreachable is repeated
 until the deadline, after the gateway's Retry-After if it sends one; every call may be
-repeated without harm. Any other refusal raises SessionError at once. Opening sessions
-takes the environment key. The other calls take the session's own key, so whoever runs a
-rollout needs nothing but its session; a session read from the store has no key, and the
-environment key is used for it."""
+repeated without harm. Any other refusal raises SessionError immediately. Opening
+sessions takes the environment key. The other calls take the session's own key, so
+running a rollout requires only its session; a session read from the store has no key,
+and the environment key is used for it.
+"""
 
 import asyncio
 import contextlib
@@ -33,20 +34,19 @@ CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 """Idle connections are kept for less than uvicorn's 5 s, so that the server never
 closes one while we write to it."""
 DEADLINE_S = 60.0
-"""Default deadline of a call."""
 _MAX_DETAIL = 4000
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _WAITS_FOR_SPACE = "disk_full"
-"""The code of a refusal because the run's disk is full. It may be so for hours, and the
-console says it: such an answer begins the deadline anew."""
+"""Code of a refusal because the run's disk is full. This may last for hours, and the
+console says so: such a reply restarts the deadline."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreportedRollout(FailedRollout):
-    """A failed rollout whose session the gateway does not know any more. The outbox has
-    no row for it, so it must be recorded in the buffer directly."""
+    """A failed rollout whose session the gateway no longer knows. The outbox has no row
+    for it, so it must be recorded in the buffer directly."""
 
 
 class _OpenAnswer(msgspec.Struct):
@@ -65,7 +65,7 @@ class SessionClient:
         deadline_s: float = DEADLINE_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport`: whose connections are used; None: connections of its own."""
+        """`transport` supplies the connections; None: separate ones."""
         self._url = base_url.rstrip("/")
         self._env_key = env_key
         self._deadline_s = deadline_s
@@ -81,9 +81,9 @@ class SessionClient:
         sampling: Sampling | None = None,
         deadline_s: float | None = None,
     ) -> list[Session]:
-        """Opens one session per member of the lease and returns them in order. They are
-        opened once, however often an answer is lost and the request repeated. Waits
-        while the gateway admits no sessions. Raises SessionError, DeadlineError."""
+        """Open one session per member of the lease and return them in order. They are
+        opened once, however often a reply is lost and the request repeated. Waits while
+        the gateway admits no sessions. Raises SessionError, DeadlineError."""
         body = {
             "task_id": lease.task.id,
             "group_id": lease.group_id,
@@ -103,8 +103,8 @@ class SessionClient:
         return sessions
 
     async def attach(self, session: Session, extra: ExtraNumbers) -> None:
-        """Gives a session numbers of extra columns. Numbers of tokens go turn by turn,
-        so that no request is too large. Raises SessionError, DeadlineError."""
+        """Attach numbers of extra columns to a session. Numbers of tokens go turn by
+        turn, so that no request is too large. Raises SessionError, DeadlineError."""
         what = f"the gateway to take numbers of session {session.id}"
         requests: list[dict[str, object]] = []
         if extra.numbers or extra.turn_numbers:
@@ -117,7 +117,7 @@ class SessionClient:
             await self._post(f"/sessions/{session.id}/numbers", body, session.key, what)
 
     async def reward(self, session: Session, reward: Reward) -> None:
-        """Rewards a session, or one of its turns or branches. Raises SessionError,
+        """Reward a session, or one of its turns or trajectories. Raises SessionError,
         DeadlineError."""
         what = f"the gateway to take a reward of session {session.id}"
         body = {
@@ -129,7 +129,7 @@ class SessionClient:
         await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
 
     async def open_child(self, session: Session) -> Session:
-        """Opens a session for a sub-agent of this session, once, however often the
+        """Open a session for a sub-agent of this session, once, however often the
         request is repeated. Raises SessionError, DeadlineError."""
         what = f"the gateway to open a child of session {session.id}"
         body = {"request_id": secrets.token_hex(16)}
@@ -145,7 +145,7 @@ class SessionClient:
         reward: float,
         components: Mapping[str, float] | None = None,
     ) -> Outcome:
-        """Ends a session with its reward. When this returns, the rollout is committed.
+        """End a session with its reward. When this returns, the rollout is committed.
         Returns a FailedRollout if the gateway counts it as one (it had no turn, or was
         aborted before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
@@ -158,10 +158,10 @@ class SessionClient:
     async def abort(
         self, session: Session, reason: FailureReason, detail: str
     ) -> Outcome:
-        """Ends a session without a reward and cancels its generation. Returns how the
+        """End a session without a reward and cancel its generation. Returns how the
         session ended: the first outcome if it had ended before, an UnreportedRollout if
-        the gateway refuses because it does not know the session. Raises SessionError
-        for an error that is no refusal, DeadlineError."""
+        the gateway does not know the session. Raises SessionError for an error that is
+        no refusal, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
         # Text of user code may hold lone surrogates, which JSON cannot carry.
         sent_detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
@@ -190,9 +190,9 @@ class SessionClient:
         what: str,
         deadline_s: float | None = None,
     ) -> httpx.Response:
-        """Posts until the gateway answers with success. `what` completes "waited for"
-        in the error messages. Raises SessionError for an answer that is not worth
-        another try, DeadlineError."""
+        """Post until the gateway accepts. `what` completes "waited for" in the error
+        messages. Raises SessionError for a reply that is not worth another try,
+        DeadlineError."""
         if deadline_s is None:
             deadline_s = self._deadline_s
         deadline = time.monotonic() + deadline_s
@@ -241,16 +241,16 @@ def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
 
 
 def _outcome(answer: httpx.Response, what: str) -> Outcome:
-    """The outcome of a session from the gateway's answer. Only a FailedRollout has a
-    `reason`."""
+    """Return the outcome of a session from the gateway's reply. Only a FailedRollout
+    has a `reason`."""
     if "reason" in _decoded(answer, dict[str, Any], what):
         return _decoded(answer, FailedRollout, what)
     return _decoded(answer, RolloutSummary, what)
 
 
 def _refusal(answer: httpx.Response, what: str) -> SessionError:
-    """The error of an answer: from the gateway's error body, or from the text of
-    whatever answered in its place, such as a proxy."""
+    """Return the error of a reply: from the gateway's error body, or from the text of
+    whatever replied in its place, such as a proxy."""
     message = answer.text[:300]
     code = "refused"
     retry_after_s = None

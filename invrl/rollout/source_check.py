@@ -1,6 +1,5 @@
-"""What can be found wrong, before any process starts, with a task source that is told
-outcomes or that keeps its state (`OutcomeRecorder`, `StateKeeper` in
-`interfaces.py`)."""
+"""Checks a task source that records outcomes or keeps its state (`OutcomeRecorder`,
+`StateKeeper` in `interfaces.py`), before any process starts."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from invrl.types.weights import WeightVersion
 from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 MADE_UP_GROUP = "g-check"
-"""The group id of the outcome with which `record` is tried."""
+"""Group id of the outcome with which `record` is tried."""
 _METHODS = {
     "record": "record(self, outcome)",
     "state": "state(self)",
@@ -25,14 +24,14 @@ _METHODS = {
 
 
 def has_feedback(tasks: object) -> bool:
-    """Whether what a source returned is told outcomes or keeps its state. An attribute
-    `state` alone makes neither: iterators of other kinds have that too."""
+    """Whether the tasks of a source record outcomes or keep their state. An attribute
+    `state` alone makes neither: other iterators have that too."""
     return isinstance(tasks, OutcomeRecorder | StateKeeper)
 
 
 def check_feedback(path: str, make_tasks: Callable[[], object]) -> None:
-    """Tries the methods on two new objects of the source: one task, one made-up outcome
-    of it, the state, and whether a restored object goes on as the first one.
+    """Try the methods on two new objects of the source: one task, one made-up outcome
+    of it, the state, and whether a restored object continues like the first one.
     `make_tasks` makes such an object. Raises PluginError for the setting
     `task_source_path` with the value `path`."""
     _Check(path).run(make_tasks)
@@ -56,8 +55,8 @@ class _Check:
             self._try_state(tasks, make_tasks())
 
     def _check_methods(self, tasks: object) -> None:
-        """The methods are there, in pairs, and take the calls that they will get."""
-        # with record() beside it, one without the other is a mistake
+        """Check that the methods exist, in pairs, and take their arguments."""
+        # in addition to record(), one without the other is a mistake
         has_state = hasattr(tasks, "state")
         if has_state != hasattr(tasks, "restore"):
             missing = "restore" if has_state else "state"
@@ -94,7 +93,7 @@ class _Check:
                 raise self._error(reason, f"write it as {call}") from None
 
     def _next(self, tasks: Iterator[Any] | object) -> Task | None:
-        """The next task; None at the end."""
+        """Return the next task; None at the end."""
         assert isinstance(tasks, Iterator)
         try:
             task = next(tasks)

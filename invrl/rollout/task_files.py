@@ -42,7 +42,8 @@ def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def task_files(config: RolloutConfig) -> list[tuple[str, str]]:
-    """The file of training tasks, if there is one, then those of held-out tasks."""
+    """Return the file of training tasks, if there is one, then those of held-out
+    tasks."""
     files = held_out_files(config)
     if config.task_file:
         return [("task_file", config.task_file), *files]

@@ -1,21 +1,22 @@
-"""Which field of a file's rows is `Task.label`, and what to say of tasks that have
-none.
+"""Labels of tasks in files: the rows' field that is `Task.label`, and messages about
+tasks without one.
 
-The setting `task_label_key` names the field. Where it has its default and no row has
-that field, the label is guessed: the first of `GUESSED_KEYS` that every row has."""
+The setting `task_label_key` names the field. If it has its default and no row has that
+field, the label is guessed: the first of `GUESSED_KEYS` that every row has.
+"""
 
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.task_files import task_files
 from invrl.store.row_file import Rows, read_rows
 
 GUESSED_KEYS = ("answer", "solution", "target")
-"""What other data sets call the label."""
+"""Names of the label in other data sets."""
 _EMPTY = (None, "", [], {})
 
 
 def label_key(rows: Rows, wanted: str) -> str:
-    """The field that holds the labels of these rows: `wanted`, or the one that is
-    guessed."""
+    """Return the field that holds the labels of these rows: `wanted`, or the guessed
+    one."""
     is_default = wanted == RolloutConfig.model_fields["task_label_key"].default
     if not is_default or any(wanted in row for _, row in rows):
         return wanted
@@ -26,7 +27,7 @@ def label_key(rows: Rows, wanted: str) -> str:
 
 
 def guess_notes(config: RolloutConfig) -> list[str]:
-    """Sentences about task files whose field of labels was guessed."""
+    """Return sentences about task files whose field of labels was guessed."""
     notes: list[str] = []
     for field, file in task_files(config):
         key = label_key(_read(field, file), config.task_label_key)
@@ -39,7 +40,8 @@ def guess_notes(config: RolloutConfig) -> list[str]:
 
 
 def missing_labels(config: RolloutConfig) -> str:
-    """Which task files have no label, or empty ones alone. Empty if each has some."""
+    """Say which task files have no label, or only empty ones. Empty if each has
+    some."""
     faults: list[str] = []
     for field, file in task_files(config):
         rows = _read(field, file)

@@ -30,9 +30,9 @@ from invrl.user_code import plugins
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
-    """The tasks of "train" (endless; a file is shuffled anew for each epoch) or "eval"
-    (finite, in the order of the file or source). Those of "train" are a source's own
-    object if it is told outcomes or keeps its state, or a `Curriculum`. Raises
+    """Load the tasks of "train" (endless; a file is reshuffled for each epoch) or
+    "eval" (finite, in the order of the file or source). Those of "train" are a source's
+    own object if it records outcomes or keeps its state, or a `Curriculum`. Raises
     ConfigError, PluginError if they cannot be loaded."""
     if split == "train":
         return _load_training_tasks(config, seed)
@@ -43,8 +43,7 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
 
 
 def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
-    """With ids as they come, so a task that comes back has the id that it had
-    before."""
+    """Load tasks with unchanged ids, so a repeated task has its earlier id."""
     curriculum = config.curriculum
     if curriculum is not None:
         tasks = _listed_tasks(config, curriculum, seed)
@@ -67,7 +66,7 @@ def _load_source(config: RolloutConfig) -> TaskSource:
 
 
 def _call_source(source: TaskSource, path: str, seed: int) -> object:
-    """What the source returns for "train". Raises PluginError."""
+    """Return the source's tasks for "train". Raises PluginError."""
     try:
         return source("train", seed)
     except PluginError:
@@ -81,9 +80,9 @@ def _call_source(source: TaskSource, path: str, seed: int) -> object:
 def _listed_tasks(
     config: RolloutConfig, curriculum: CurriculumConfig, seed: int
 ) -> list[Task]:
-    """The training tasks that the curriculum picks from, with distinct ids. Raises
-    ConfigError if there are too many or too few, or if the source picks its tasks by
-    itself."""
+    """Return the training tasks that the curriculum picks from, with distinct ids.
+    Raises ConfigError if there are too many or too few, or if the source picks its
+    tasks by itself."""
     field = "curriculum.tasks"
     wanted = curriculum.tasks
     if config.task_source_path:
@@ -130,7 +129,7 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
 
 
 def check_tasks(config: RolloutConfig, seed: int) -> None:
-    """Checks everything about tasks that can be wrong. Reads files whole, and of a
+    """Check everything about tasks that can be wrong. Reads files whole, and of a
     source the first training task and the held-out tasks. Raises ConfigError,
     PluginError."""
     _check_one_place(config, config.task_file)
@@ -155,8 +154,8 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
 
 
 def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
-    """Notes about a task source that is told outcomes and cannot keep them over a
-    resume."""
+    """Return notes about a task source that records outcomes and cannot keep them over
+    a resume."""
     if not config.task_source_path or config.curriculum is not None:
         return []
     tasks = load_tasks(config, "train", seed)
@@ -169,8 +168,8 @@ def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
 
 
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
-    """Checks that tasks can be written as JSON, as external environments get them: all
-    tasks of a file, the first of a source."""
+    """Check that tasks can be written as JSON for external environments: all tasks of a
+    file, the first of a source."""
     if config.task_file:
         field = "task_file"
         tasks = iter(read_task_file(config, "train"))
@@ -195,7 +194,7 @@ _HELD_OUT_FIX = (
 def _check_one_place(
     config: RolloutConfig, file: str | None, *, fix: str = _TRAINING_FIX
 ) -> None:
-    """Checks that tasks come from either a source or a file."""
+    """Check that tasks come from either a source or a file."""
     if config.task_source_path and file:
         reason = f"both a task source and the file {file} are given"
     elif not config.task_source_path and not file:
@@ -214,10 +213,9 @@ def _checked_passes(
     *,
     repeated: bool = True,
 ) -> Iterator[Task]:
-    """Yields the tasks of one call of the source for "eval". For "train" a source that
-    ends is called again, unless not `repeated`. `first_pass`: what the first call
-    returned, if it was made already. Raises PluginError for whatever is wrong with the
-    source."""
+    """Yield the tasks of one call of the source for "eval". For "train" a source that
+    ends is called again, unless not `repeated`. `first_pass` is the result of the first
+    call, if already made. Raises PluginError for any error of the source."""
     passes = count() if split == "train" and repeated else range(1)
     for number in passes:
         task = None
@@ -253,7 +251,6 @@ def _source_error(path: str, reason: str) -> PluginError:
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
-    """The tasks with distinct ids."""
     ids = DistinctIds()
     for task in tasks:
         yield replace(task, id=ids.distinct(task.id))
@@ -266,7 +263,7 @@ def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
 
 
 def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
-    """The tasks of the file of split "train" or "eval", in its order. Raises
+    """Return the tasks of the file of split "train" or "eval", in its order. Raises
     ConfigError."""
     if split == "train":
         field = "task_file"
@@ -302,16 +299,16 @@ def _field_names(rows: Rows) -> str:
 
 
 def _read_rows(field: str, file: str) -> Rows:
-    """At least one row. Raises ConfigError."""
+    """Read at least one row. Raises ConfigError."""
     return read_rows(field, file, of="tasks", each="task")
 
 
 def _column(
     rows: Rows, field: str, file: str, key_field: str, key: str
 ) -> list[Json] | None:
-    """The value of `key` in each row. None if no row has the key and `key` is the
-    default of the setting `key_field`. Raises ConfigError, which names the first row
-    without the key."""
+    """Return the value of `key` in each row. None if no row has the key and `key` is
+    the default of the setting `key_field`. Raises ConfigError, which names the first
+    row without the key."""
     numbers_without = [number for number, row in rows if key not in row]
     if not numbers_without:
         return [row[key] for _, row in rows]
@@ -326,8 +323,8 @@ def _column(
 
 
 def _id_text(value: Json, field: str, file: str, number: int) -> str:
-    """The id of a row as text. Raises ConfigError unless it is a usable string or an
-    integer."""
+    """Return the id of a row as text. Raises ConfigError unless it is a usable string
+    or an integer."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         text = str(value)
         if is_usable_id(text):
@@ -365,9 +362,9 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
 
 
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """The configuration as `invrl eval` reads it: the task file holds held-out tasks,
-    and our own workers run the rollouts. Raises ConfigError unless tasks come from
-    exactly one place."""
+    """Return the configuration as `invrl eval` reads it: the task file holds held-out
+    tasks, and our own workers run the rollouts. Raises ConfigError unless tasks come
+    from exactly one place."""
     eval_config = config.model_copy(update={"external_environments": False})
     if eval_config.eval.sets:
         return eval_config

@@ -47,29 +47,28 @@ from invrl.user_code import plugins
 
 _MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25
-"""A multiple of the limit. Above it the process ends at once: code that holds that much
-memory probably blocks the event loop too."""
+"""Multiple of the limit. Above it the process ends immediately: code that holds that
+much memory probably blocks the event loop too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is started with."""
+    """Arguments of a worker."""
 
     gateway_url: str
     model: str
     """The name that agents send."""
     rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
-    """The driver's sys.path, so that user code can be imported as it can there."""
+    """The driver's sys.path, so that user code can be imported as there."""
     process: str = "rollout-worker"
-    """What the process is called in its log."""
     log: LogSettings | None = None
-    """What it logs, and how; None: its loggers stay as they are."""
+    """Log settings; None: its loggers stay unchanged."""
     log_path: Path | None = None
-    """The file for the worker's output; None: Ray's own file."""
+    """File for the worker's output; None: Ray's own file."""
     own_temporary_folder: bool = False
-    """Whether user code gets a TMPDIR that goes with the worker. A worker is killed in
-    the end, so that no `with` block of user code removes anything."""
+    """Whether user code gets a TMPDIR that is removed with the worker. A worker is
+    killed in the end, so that no `with` block of user code removes anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +80,13 @@ class Assignment:
 
     @property
     def group_id(self) -> str:
-        """The group that all its sessions belong to."""
+        """Group that all its sessions belong to."""
         return self.sessions[0].group_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """How each session of an assignment ended, in order, and the state of the
+    """Outcome of each session of an assignment, in order, and the state of the
     worker."""
 
     outcomes: tuple[Outcome, ...]
@@ -97,7 +96,7 @@ class WorkerReply:
 
 
 class RolloutWorker:
-    """Call `ready` before anything else, in the event loop that `run` is called in."""
+    """Runs rollouts. Call `ready` first, in the event loop of `run`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         forget_keys()
@@ -106,14 +105,14 @@ class RolloutWorker:
         self._client = SessionClient(settings.gateway_url)
         self._memory_watch = _MemoryWatch(settings.rollout.workers.memory_gb or 0.0)
         self._dropped: dict[str, asyncio.Event] = {}
-        """For each assignment that runs, by the id of its first session: set when it is
-        dropped."""
+        """Event of each running assignment, by the id of its first session: set when it
+        is dropped."""
 
     async def beat(self) -> Pulse:
         return pulse()
 
     async def ready(self) -> None:
-        """Loads the user's functions. Raises PluginError."""
+        """Load the user's functions. Raises PluginError."""
         start_guardian()  # before TMPDIR changes: it removes the folder
         if self._settings.own_temporary_folder:
             self._temporary_folder = TemporaryFolder("rollouts")
@@ -148,7 +147,7 @@ class RolloutWorker:
             write_log_lines(settings.process, settings.log, file=file)
 
     async def run(self, assignment: Assignment) -> WorkerReply:
-        """Runs the rollout function and reports how each session ended. Raises
+        """Run the rollout function and report how each session ended. Raises
         SessionError or DeadlineError only if the gateway has stopped working: the run
         cannot continue then."""
         endpoints = [
@@ -183,7 +182,7 @@ class RolloutWorker:
         )
 
     async def drop(self, session_id: str) -> bool:
-        """Cancels the assignment whose first session this is, so that `run` soon
+        """Cancel the assignment whose first session this is, so that `run` soon
         returns. Returns False if the assignment is not running (any more, or yet)."""
         dropped = self._dropped.get(session_id)
         if dropped is None:
@@ -194,8 +193,8 @@ class RolloutWorker:
     async def _within_memory(
         self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
     ) -> list[UserCodeResult]:
-        """The runner's results. If the worker exceeds its memory limit first, MEMORY
-        for each session."""
+        """Return the runner's results. If the worker exceeds its memory limit first,
+        MEMORY for each session."""
         over_limit = self._memory_watch.over_limit
         results = asyncio.create_task(self._runner.run(task, endpoints, dropped))
         exceeded = asyncio.create_task(over_limit.wait())
@@ -265,7 +264,7 @@ class _MemoryWatch:
 
 
 def _resident_gb(processes: Sequence[psutil.Process]) -> float:
-    """Resident memory of those processes that still exist."""
+    """Return the resident memory of those processes that still exist."""
     num_bytes = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):

@@ -1,12 +1,12 @@
-"""What a rollout worker's process prints (user code, and the tools that it starts), as
-a file of the run.
+"""Output of a rollout worker's process (user code, and the tools that it starts), as a
+file of the run.
 
 The file replaces the standard output and the standard error of the process, so it holds
 what Python code, C code and child processes print, in one order.
 
 Invariants: only the owner may read the file. When it becomes too long, its oldest part
-is removed. Keys are masked in what Python prints or logs, but not in what a child
-process prints."""
+is removed. Keys are masked in the output of Python, but not in that of child processes.
+"""
 
 import contextlib
 import os
@@ -26,7 +26,8 @@ _STDERR = 2
 
 
 def log_name(worker: str) -> str:
-    """The name of a worker's file: "rollout worker 0" -> "rollout-worker-0.log"."""
+    """Return the name of a worker's file: "rollout worker 0" ->
+    "rollout-worker-0.log"."""
     return f"{worker.replace(' ', '-')}.log"
 
 
@@ -38,9 +39,9 @@ class WorkerLog:
         self._limit_bytes = limit_bytes
 
     def take_output(self) -> bool:
-        """Sends what this process and its children print to the file from now on.
-        Returns False if the file cannot be written, for example on a machine without
-        the run folder: output stays where it was."""
+        """Redirect the output of this process and its children to the file. Returns
+        False if the file cannot be written, for example on a machine without the run
+        folder: output stays where it was."""
         try:
             make_private(self._path)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -70,8 +71,8 @@ class WorkerLog:
                 self.shorten()
 
     def shorten(self) -> bool:
-        """If the file is over the limit, keeps only its newer half, below a line that
-        says so, and returns True. What is printed meanwhile may be lost."""
+        """Keep only the newer half of a file over the limit, below a line that says so,
+        and return True. Output in the meantime may be lost."""
         size = self._path.stat().st_size
         if size <= self._limit_bytes:
             return False

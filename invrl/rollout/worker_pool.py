@@ -2,12 +2,12 @@
 that die.
 
 Invariant: when `WorkerPool.run` returns, every session of the assignment has ended,
-whatever became of the worker. Sessions of a worker that died are aborted as
+whatever happened to the worker. Sessions of a worker that died are aborted as
 WORKER_DIED. If a worker does not answer, its sessions are aborted as TIMEOUT and it is
-killed, so that its other assignments fail as WORKER_DIED. A worker that has a thread
-which cannot be ended, or that is over its memory limit, gets no more assignments and is
-killed once it runs none. The pool makes workers through a factory: `RayWorker`, or a
-fake in tests."""
+killed, so that its other assignments fail as WORKER_DIED. A worker with a thread that
+cannot be ended, or over its memory limit, gets no more assignments and is killed once
+it runs none. The pool makes workers through a factory: `RayWorker`, or a fake in tests.
+"""
 
 import asyncio
 import contextlib
@@ -35,16 +35,16 @@ _log = logging.getLogger(__name__)
 _DROP_INTERVAL_S = 0.1
 _DROP_TIMEOUT_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 16
-"""Workers that may die without one rollout that ended in between. After more of them
-the cause is not a bad rollout but a broken environment."""
+"""Workers that may die in a row without a finished rollout in between. Beyond this the
+cause is not a bad rollout but a broken environment."""
 
 
 class RayWorker:
-    """One worker's process: a Ray actor for `concurrency` rollouts of training, and as
-    many of an evaluation beside them. `name` is what messages call it; its log in the
-    folder `logs` is named after it. Once the worker is ready it is killed if it has not
-    answered for `heartbeat_timeout_s`. Calls raise ActorDiedError, ActorSilentError,
-    and what the worker raises."""
+    """One worker's process: a Ray actor for `concurrency` training rollouts, and as
+    many of an evaluation at the same time. `name` is used in messages; its log in the
+    folder `logs` is named after it. Once ready, the worker is killed if it does not
+    answer for `heartbeat_timeout_s`. Calls raise ActorDiedError, ActorSilentError, and
+    what the worker raises."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RayWorker:
         self._actor = start_actor(name, RolloutWorker, options, settings)
 
     async def ready(self, deadline_s: float) -> None:
-        """Waits until the worker has loaded the user's functions."""
+        """Wait until the worker has loaded the user's functions."""
         await self._answer(self._actor.call(RolloutWorker.ready, deadline_s))
         if self._watch is None:
             self._watch = asyncio.create_task(self._kill_when_silent())
@@ -85,15 +85,14 @@ class RayWorker:
         )
 
     async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
-        """Cancels an assignment that runs. Returns False if it does not run, or not
-        yet."""
+        """Cancel a running assignment. Returns False if it does not run, or not yet."""
         first_session = assignment.sessions[0].id
         return await self._answer(
             self._actor.call(RolloutWorker.drop, deadline_s, first_session)
         )
 
     def kill(self) -> None:
-        """Ends the process. Its log is removed if nothing was printed: many workers may
+        """End the process. Its log is removed if nothing was printed: many workers may
         die silently."""
         if self._watch is not None:
             self._watch.cancel()
@@ -112,7 +111,7 @@ class RayWorker:
             self._actor.kill()
 
     async def _answer(self, call: Awaitable[Answer]) -> Answer:
-        """The answer to a call. If the worker was killed because it was silent,
+        """Await the reply to a call. If the worker was killed because it was silent,
         ActorDiedError says that."""
         try:
             return await call
@@ -127,7 +126,6 @@ class _PooledWorker:
     worker: RayWorker
     start: asyncio.Task[None]
     num_running: int = 0
-    """Rollouts that run in it."""
 
 
 class WorkerPool:
@@ -151,14 +149,14 @@ class WorkerPool:
         self._start_timeout_s = start_timeout_s
         self._workers: list[_PooledWorker] = []
         self._leaving: list[_PooledWorker] = []
-        """Workers that were replaced, and still run rollouts."""
+        """Replaced workers that still run rollouts."""
         self._num_made = 0
         self._deaths_in_a_row = 0
         self.replaced = 0
-        """Workers that were replaced since the start."""
+        """Number of workers replaced since the start."""
 
     async def start(self) -> None:
-        """Starts all workers and waits for them. Raises PluginError, ServerError,
+        """Start all workers and wait for them. Raises PluginError, ServerError,
         DeadlineError."""
         self._workers = [self._new_worker() for _ in range(self._size)]
         await asyncio.gather(*(self._wait_started(pooled) for pooled in self._workers))
@@ -166,8 +164,8 @@ class WorkerPool:
     async def run(
         self, assignment: Assignment, dropped: asyncio.Event | None = None
     ) -> tuple[Outcome, ...]:
-        """Runs an assignment and returns how each of its sessions ended, in order. It
-        is cancelled once `dropped` is set. Raises ServerError if workers die again and
+        """Run an assignment and return how each of its sessions ended, in order. It is
+        cancelled once `dropped` is set. Raises ServerError if workers die again and
         again, and what the gateway or the worker's own code raises; never an error of
         user code."""
         if dropped is None:
@@ -206,7 +204,7 @@ class WorkerPool:
         return reply.outcomes
 
     def stop(self) -> None:
-        """Kills all workers; what runs in them ends as WORKER_DIED."""
+        """Kill all workers; what runs in them ends as WORKER_DIED."""
         for pooled in [*self._workers, *self._leaving]:
             pooled.start.cancel()
             pooled.worker.kill()
@@ -225,7 +223,7 @@ class WorkerPool:
     async def _drop_when_set(
         self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event
     ) -> None:
-        """Once `dropped` is set, asks the worker to drop the assignment until the
+        """Ask the worker, once `dropped` is set, to drop the assignment until the
         worker knows of it. If the worker fails here, the call that runs the assignment
         reports it."""
         await dropped.wait()
@@ -250,7 +248,7 @@ class WorkerPool:
             raise DeadlineError(f"{name} to start", self._start_timeout_s) from None
 
     def _consider_replacing(self, pooled: _PooledWorker, reply: WorkerReply) -> None:
-        """Replaces a worker that says of itself that it should be replaced."""
+        """Replace a worker that asks to be replaced."""
         if reply.over_memory:
             reason = "it is over workers.memory_gb"
             if self._replace(pooled, reason):
@@ -265,7 +263,7 @@ class WorkerPool:
         self._kill_if_done(pooled)
 
     def _replace(self, pooled: _PooledWorker, reason: str) -> bool:
-        """Puts a new worker in its place. Returns False if another assignment has
+        """Put a new worker in its place. Returns False if another assignment has
         already done so."""
         if pooled not in self._workers:
             return False
@@ -276,7 +274,7 @@ class WorkerPool:
         return True
 
     def _kill_if_done(self, pooled: _PooledWorker) -> None:
-        """Kills a worker that was replaced, once it runs nothing more."""
+        """Kill a replaced worker once it runs nothing."""
         if pooled in self._leaving and pooled.num_running == 0:
             self._leaving.remove(pooled)
             pooled.worker.kill()

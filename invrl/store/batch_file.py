@@ -1,9 +1,9 @@
-"""A training batch as a file: what `--save-rollout-data` writes and
-`--load-rollout-data` reads.
+"""A training batch as a file: `--save-rollout-data` writes it and `--load-rollout-data`
+reads it.
 
 There is one file per step: compressed MessagePack, in which an array is its dtype, its
-bytes and its shape. A batch that is loaded equals the batch that was saved, bit for
-bit."""
+bytes and its shape. A loaded batch equals the saved one, bit for bit.
+"""
 
 import os
 import zlib
@@ -21,7 +21,7 @@ def batch_path(folder: Path, step: int) -> Path:
 
 
 def save_batch(path: Path, batch: TrainBatch) -> None:
-    """Writes the file atomically: it is there whole or not at all. Raises OSError."""
+    """Write the file atomically: whole or not at all. Raises OSError."""
     content = msgspec.msgpack.encode(batch, enc_hook=_encode_array)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_suffix(".partial")
@@ -34,7 +34,8 @@ def save_batch(path: Path, batch: TrainBatch) -> None:
 
 
 def load_batch(path: Path) -> TrainBatch:
-    """Raises ConfigError if the file cannot be read, is damaged, or is not a batch."""
+    """Load a batch. Raises ConfigError if the file cannot be read, is damaged, or is
+    not a batch."""
     try:
         content = zlib.decompress(path.read_bytes())
         return msgspec.msgpack.decode(content, type=TrainBatch, dec_hook=_decode_array)
@@ -45,7 +46,7 @@ def load_batch(path: Path) -> TrainBatch:
 
 
 def _encode_array(array: np.ndarray) -> tuple[str, bytes, *tuple[int, ...]]:
-    """Dtype, content, and the sizes of all axes but the first."""
+    """Return dtype, content, and the sizes of all axes but the first."""
     return array.dtype.str, array.tobytes(), *array.shape[1:]
 
 
@@ -57,9 +58,9 @@ def _decode_array(_: type, encoded: tuple[str, bytes, *tuple[int, ...]]) -> np.n
 
 
 def saved_steps(folder: Path, *, after_step: int) -> list[int]:
-    """The steps after `after_step` that have a file. Raises ConfigError if there is
-    none, if a step is missing between them, or if the folder has a batch file that is
-    not named after a step."""
+    """Return the steps after `after_step` that have a file. Raises ConfigError if there
+    is none, if a step is missing between them, or if a batch file is not named after a
+    step."""
     all_steps: list[int] = []
     for path in sorted(folder.glob("step-*.batch")):
         step = _step_of(path)
@@ -79,9 +80,9 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
 
 
 def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
-    """Renames the batches of steps after `after_step`, which a run resumes from, and
-    returns their new paths. They were trained in an incarnation that is lost. Their
-    names end in `.lost`, so that nothing takes them for batches of the run."""
+    """Rename the batches of steps after `after_step`, which a run resumes from, and
+    return their new paths. They were trained in an incarnation that is lost. Their
+    names end in `.lost`, so that nothing mistakes them for batches of the run."""
     lost_paths = []
     for path in sorted(folder.glob("step-*.batch")):
         step = _step_of(path)
@@ -91,7 +92,7 @@ def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step in the name of a batch file; None if the name holds no number."""
+    """Return the step in the name of a batch file; None without a number."""
     number = path.stem.removeprefix("step-")
     if not number.isdecimal():
         return None

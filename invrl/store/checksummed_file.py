@@ -1,9 +1,8 @@
-"""A file whose checksum is computed from the bytes that are written, while they are in
-memory.
+"""A file whose checksum is computed from the written bytes, while they are in memory.
 
-A file that is hashed by reading it again costs a second pass over the disk, and its
-checksum would be that of whatever the disk holds by then. The checksum is xxh3 with 128
-bits (`manifest.py` says why)."""
+Hashing a file by reading it again costs a second pass over the disk, and would hash
+whatever the disk holds by then. The checksum is xxh3 with 128 bits (see `manifest.py`).
+"""
 
 import os
 from pathlib import Path
@@ -13,8 +12,7 @@ from invrl.types.file_entry import FileEntry
 
 
 class ChecksummedFile:
-    """A new file, written from its beginning to its end. Raises OSError as `open`
-    does."""
+    """A new file, written from beginning to end. Raises OSError like `open`."""
 
     def __init__(self, path: Path) -> None:
         import xxhash
@@ -42,7 +40,7 @@ class ChecksummedFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Forces what was written to disk."""
+        """Flush the written bytes to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -50,5 +48,5 @@ class ChecksummedFile:
         self._file.close()
 
     def entry(self) -> FileEntry:
-        """Of all that was written."""
+        """Return the entry of everything written."""
         return FileEntry(bytes=self._size, checksum=self._digest.hexdigest())

@@ -1,7 +1,7 @@
-"""A file that grows by whole records, also on a disk that is full for a while.
+"""A file that grows by whole records, also while the disk is full.
 
 Invariant: the file never ends within a record that this process has written. A record
-that finds no space waits, and goes into the file before the next one.
+that finds no space waits, and is written before the next one.
 """
 
 import os
@@ -12,11 +12,11 @@ from invrl.host.disk import is_full
 from invrl.host.disk_waits import DiskWait
 
 _MOST_WAITING_BYTES = 64_000_000
-"""With more than that the oldest records are lost."""
+"""Beyond this the oldest waiting records are lost."""
 
 
 class GrowingFile:
-    """Appends to the file at `path`. Raises OSError, but not for a full disk."""
+    """Appends to the file at `path`. Raises OSError, except for a full disk."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -28,11 +28,11 @@ class GrowingFile:
 
     @property
     def size(self) -> int:
-        """In bytes, without the records that wait."""
+        """Size in bytes, without the waiting records."""
         return self._size
 
     def append(self, record: bytes) -> None:
-        """Writes the record at once, so that a killed process leaves it."""
+        """Write the record immediately, so that it survives a killed process."""
         self._waiting.append(record)
         self._waiting_bytes += len(record)
         while self._waiting_bytes > _MOST_WAITING_BYTES:
@@ -40,7 +40,7 @@ class GrowingFile:
         self._write_waiting()
 
     def close(self) -> None:
-        """Tries once more to write the records that wait."""
+        """Try once more to write the waiting records."""
         try:
             self._write_waiting()
         finally:

@@ -1,11 +1,12 @@
-"""Tasks on offer to environments that we do not start, in the run's store.
+"""Tasks offered to environments that we do not start, in the run's store.
 
     offer (driver) ──► take (gateway: POST /tasks/lease) ──► `RunStoreWriter.open_sessions` removes the lease
                          │                                   and adds its session in one transaction
                          └── taken, and no session in time: expire (driver), and the rollout has failed
 
-Every change is one statement, so one transaction. Calls block: make them in a thread.
-The driver and any number of gateway workers share the leases."""
+Every change is one statement, so one transaction. Calls block, so make them in a
+thread. The driver and any number of gateway workers share the leases.
+"""
 
 import itertools
 import threading
@@ -27,19 +28,19 @@ _Row = tuple[Any, ...]
 
 
 class LeaseStore:
-    """One connection, which any thread may use."""
+    """Leases over one connection, which any thread may use."""
 
     def __init__(
         self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     ) -> None:
-        """`heartbeat_timeout_s`: see `busy_timeout_s`."""
+        """`heartbeat_timeout_s` is described at `busy_timeout_s`."""
         self.folder = path.parent
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        """Offers a lease after those that this process has offered before. Raises
+        """Offer a lease after those that this process has offered before. Raises
         UnsendableTaskError."""
         task = encoded_task(lease.task)
         number = next(self._numbers)
@@ -50,8 +51,8 @@ class LeaseStore:
         self._run(f"INSERT INTO leases VALUES {marks}", *values)
 
     def take(self, now: float) -> GroupLease | None:
-        """Takes the oldest lease that nobody has taken. The sessions of its members
-        must be opened before it expires. `now`: Unix seconds, for people."""
+        """Take the oldest free lease. The sessions of its members must be opened before
+        it expires. `now` is in Unix seconds, for people."""
         if not self._any("taken_at IS NULL"):
             return None
         oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
@@ -72,15 +73,15 @@ class LeaseStore:
         )
 
     def taken(self) -> list[Place]:
-        """The places of the leases that were taken and have no session."""
+        """Return the places of taken leases without a session."""
         rows = self._run(
             'SELECT group_id, "index", attempt FROM leases WHERE taken_at IS NOT NULL'
         )
         return [Place(*row) for row in rows]
 
     def expire(self, places: Iterable[Place]) -> list[FailedRollout]:
-        """Removes the leases of these places, of which environments have opened no
-        session in time. Returns a failure for each that still had none."""
+        """Remove the leases of these places, whose sessions were not opened in time.
+        Returns a failure for each that still had none."""
         rows: list[_Row] = []
         delete = (
             'DELETE FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
@@ -105,20 +106,20 @@ class LeaseStore:
         ]
 
     def revoke(self, group_id: str) -> None:
-        """Removes the leases of a group that was dropped: nobody can take them any
-        more, or open sessions for those that were taken."""
+        """Remove the leases of a dropped group: they can no longer be taken, nor
+        sessions be opened for the taken ones."""
         self._run("DELETE FROM leases WHERE group_id=?", group_id)
 
     def withdraw(self) -> None:
-        """Removes every lease that nobody has taken."""
+        """Remove every lease that was not taken."""
         self._run("DELETE FROM leases WHERE taken_at IS NULL")
 
     def close(self) -> None:
         self._db.close()
 
     def _any(self, condition: str) -> bool:
-        """Asked before a change: a SELECT does not wait for other processes that
-        write."""
+        """Whether a lease meets the condition. Checked before a change, because a
+        SELECT does not wait for other writing processes."""
         return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"))
 
     def _run(self, sql: str, *values: object) -> list[_Row]:
@@ -127,7 +128,7 @@ class LeaseStore:
 
 
 def encoded_task(task: Task) -> bytes:
-    """The task as JSON. Raises UnsendableTaskError if JSON cannot hold it."""
+    """Return the task as JSON. Raises UnsendableTaskError if JSON cannot hold it."""
     try:
         return msgspec.json.encode(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -1,14 +1,15 @@
-"""The manifest of a folder: the size and the checksum of every file in it, and the
-format of the folder.
+"""The manifest of a folder: size and checksum of every file in it, and the format of
+the folder.
 
 PyTorch's and Megatron's readers check no contents, so they would load a file of a
 checkpoint that changed after it was written (a flipped bit, a lost block, a truncation)
 without an error. The checksum is xxh3 with 128 bits: it protects against chance, not
-against forgery, and it reads 12 GB/s on one core where blake2b reads 0.44 GB/s, so that
-the disk is the limit. The checksum of a large file is that of the bytes that were
-written (`checksummed_file.py`); only small ones, which other libraries write, are read
-again. To check, files are read in parallel; xxhash releases the GIL meanwhile. An
-interrupt or the first damaged file ends the reading at once."""
+against forgery, and it reads 12 GB/s on one core, blake2b 0.44 GB/s, so the disk is the
+limit. The checksum of a large file is computed from the written bytes
+(`checksummed_file.py`); only small ones, which other libraries write, are read again.
+Files are checked in parallel; xxhash releases the GIL meanwhile. An interrupt or the
+first damaged file ends the check immediately.
+"""
 
 import json
 import os
@@ -26,26 +27,25 @@ from invrl.types.file_entry import FileEntries, FileEntry
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-"""Of the folders that are written. A folder in a newer format is not read."""
+"""Format of the written folders. A folder in a newer format is not read."""
 _ALGORITHM = "xxh3_128"
 _BLOCK_BYTES = 8 << 20
 _MAX_THREADS = 16
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `manifest.json` holds."""
+    """Contents of `manifest.json`."""
 
     format: int = 1
     """Manifests from before formats were numbered have none."""
     algorithm: str
     files: dict[str, FileEntry]
-    """By path relative to the folder, with forward slashes."""
+    """Entries by path relative to the folder, with forward slashes."""
 
 
 def write_manifest(folder: Path, written: FileEntries) -> None:
-    """Writes the manifest of every file below `folder`. `written`: entries that are
-    known from the writing; the other files are read. The caller flushes the manifest to
-    disk."""
+    """Write the manifest of every file below `folder`. `written` has the entries known
+    from writing; the other files are read. The caller flushes the manifest to disk."""
     names = [
         path.relative_to(folder).as_posix()
         for path in sorted(folder.rglob("*"))
@@ -74,16 +74,15 @@ def is_manifest(path: Path) -> bool:
 
 
 def read_entries(folder: Path) -> FileEntries:
-    """What the folder's manifest says of its files. Raises DamagedFileError."""
+    """Return the entries of the folder's manifest. Raises DamagedFileError."""
     return _read_manifest(folder).files
 
 
 def check_manifest(folder: Path, *, below: str = "") -> int:
-    """Checks that every file that the manifest of `folder` names is what was written,
-    and returns the number of bytes that were read. `below` limits the check to one
-    subfolder. Raises DamagedFileError that names the first damaged file,
-    NewerFormatError. Files that the manifest does not name are not checked: nothing of
-    ours reads them."""
+    """Check every file in the manifest of `folder`, and return the number of bytes
+    read. `below` limits the check to one subfolder. Raises DamagedFileError that names
+    the first damaged file, NewerFormatError. Files outside of the manifest are not
+    checked: nothing of ours reads them."""
     manifest = _read_manifest(folder)
     entries = manifest.files
     if below:
@@ -132,8 +131,8 @@ class _Reader:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def entry_of(self, path: Path) -> FileEntry:
-        """The size and checksum of a file. Raises OSError; _Stopped once `stopped` is
-        set."""
+        """Return size and checksum of a file. Raises OSError; _Stopped once `stopped`
+        is set."""
         import xxhash
 
         digest = xxhash.xxh3_128()
@@ -149,7 +148,7 @@ class _Reader:
         return FileEntry(bytes=size, checksum=digest.hexdigest())
 
     def compare(self, path: Path, expected: FileEntry) -> DamagedFileError | None:
-        """How the file differs from what was written; None if it does not."""
+        """Describe how the file differs from its entry; None if it does not."""
         try:
             entry = self.entry_of(path)
         except FileNotFoundError:
@@ -169,14 +168,15 @@ class _Reader:
 
 
 class _Stopped(Exception):
-    """Ends a thread's reading. Nothing catches it, because nothing waits for the result
-    any more."""
+    """Ends a thread's reading. Nothing catches it, because nothing waits for the
+    result."""
 
 
 @contextmanager
 def _reader() -> Iterator[_Reader]:
-    """On exit the threads have ended; on an error they stop in the middle of their
-    files. There are more threads than cores, since they wait for the disk."""
+    """Run threads that read files. On exit they have ended; on an error they stop in
+    the middle of their files. There are more threads than cores, since they wait for
+    the disk."""
     num_threads = min(_MAX_THREADS, 2 * len(os.sched_getaffinity(0)))
     reader = _Reader(threads=ThreadPoolExecutor(num_threads, "checksum"))
     try:

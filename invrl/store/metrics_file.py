@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 MetricsRow = dict[str, float | None]
-"""A step's metrics by name, and `step` itself."""
+"""Metrics of a step by name, and `step` itself."""
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """The rows of metrics.jsonl; none if the file does not exist. A line that is not a
-    row is left out: the incomplete last line of a killed run, or bytes of a damaged
-    file, which need not be UTF-8."""
+    """Return the rows of metrics.jsonl; none if the file does not exist. A line that is
+    not a row is skipped: the incomplete last line of a killed run, or bytes of a
+    damaged file, which need not be UTF-8."""
     if not path.is_file():
         return []
     rows: list[MetricsRow] = []

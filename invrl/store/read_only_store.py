@@ -1,12 +1,13 @@
-"""Connections to a run's store that leave the run's folder as it is, byte by byte and
+"""Connections to a run's store that leave the run's folder unchanged, byte by byte and
 file by file.
 
-SQLite in its mode "read only" still creates the files of its log beside a store, and
-writes marks of readers into the shared one. So a connection is opened by what lies
-there: a store without a log as a file that does not change; one with a log and its
-shared index without the right to write to that index; one with a log and no index (a
-copied folder) from a copy in the cache. Connections are short: a store whose writer
-ends while somebody reads keeps its log."""
+SQLite's "read only" mode still creates its log files next to a store, and writes
+readers' marks into the shared one. So the way of opening depends on the files: a store
+without a log is opened as immutable; one with a log and its shared index without the
+right to write to that index; one with a log and no index (a copied folder) from a copy
+in the cache. Connections are short: a store whose writer ends during a read keeps its
+log.
+"""
 
 import contextlib
 import os
@@ -23,11 +24,11 @@ _NO_STORE = (
     "a run on a file has no rollouts; another one makes its store when it begins"
 )
 _WAIT_S = 1.0
-"""How long a connection waits for a process that holds the store alone."""
+"""Maximum wait for a process that holds the store exclusively."""
 
 
 class ReadOnlyStore:
-    """The store at `path`. `copies`: the folder for a copy of it, private to its
+    """The store at `path`. `copies` is the folder for a copy of it, private to its
     user."""
 
     def __init__(self, path: Path, copies: Path) -> None:
@@ -36,9 +37,9 @@ class ReadOnlyStore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one question. Raises DamagedFileError if the store is
+        """Open a connection for one query. Raises DamagedFileError if the store is
         missing, damaged or of another version, and RunStoreError if another process
-        holds it alone; also for what SQLite finds while the caller reads."""
+        holds it exclusively; also for errors of SQLite while the caller reads."""
         if not self.path.exists():
             raise DamagedFileError(self.path, "it is missing", _NO_STORE)
         try:
@@ -58,8 +59,8 @@ class ReadOnlyStore:
             raise self._damaged(error) from error
 
     def state(self) -> tuple[int, ...]:
-        """Numbers that change whenever something is written: inode, size and time of
-        the store and its log."""
+        """Return numbers that change with every write: inode, size and time of the
+        store and its log."""
         numbers: list[int] = []
         for path in (self.path, self._beside("-wal")):
             try:
@@ -80,7 +81,7 @@ class ReadOnlyStore:
         return _open(self._copy(log), "mode=rw")
 
     def _copy(self, log: Path) -> Path:
-        """A copy of the store and its log, made again when either has changed."""
+        """Copy the store and its log, again whenever either has changed."""
         name = "-".join(str(number) for number in self.state())
         copy = self._copies / f"copy-{name}.sqlite"
         if not copy.exists():

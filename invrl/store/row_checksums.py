@@ -1,10 +1,10 @@
-"""Checksums of what is read from a run's store for training, so that a changed byte is
-found.
+"""Checksums of training data in a run's store, so that a changed byte is found.
 
-SQLite finds a damaged page, not a changed byte inside a value, and no byte of a token,
-a log-prob or a reward is recognised as wrong. The checksum is xxh3 with 64 bits:
-against chance, not against forgery. A row of an earlier version has none and is read as
-it is; all rows of one session have one or none has."""
+SQLite finds a damaged page, not a changed byte inside a value, and a wrong byte of a
+token, a log-prob or a reward is not recognisable. The checksum is xxh3 with 64 bits:
+against chance, not against forgery. A row of an earlier version has none and is read
+unchecked; of one session, either all rows have one or none has.
+"""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ ADD_CHECKSUM = "INSERT OR REPLACE INTO checksums VALUES (?,?)"
 
 
 def checksum_of(*values: object) -> bytes:
-    """Of values of one row, as SQLite stores them."""
+    """Hash the values of one row, as SQLite stores them."""
     import xxhash
 
     return xxhash.xxh3_64_digest(msgspec.msgpack.encode(values))
@@ -25,7 +25,8 @@ def turn_item(turn_id: str) -> str:
 
 
 def delivered_item(turn_id: str) -> str:
-    """Is there, with an empty checksum, once the turn is marked as delivered."""
+    """Name of an item with an empty checksum, present once the turn is marked as
+    delivered."""
     return f"turn/{turn_id}/delivered"
 
 
@@ -46,8 +47,8 @@ def numbers_item(turn_id: str, name: str) -> str:
 
 
 def whole_outcome(copies: Sequence[bytes], checksum: bytes | None) -> bytes | None:
-    """The outcome that was written, of the copies in `sessions` and `outbox`; None if
-    it cannot be told. Two of the copies and the checksum have to agree."""
+    """Return the written outcome, from its copies in `sessions` and `outbox`; None if
+    it is unclear. Two of the copies and the checksum must agree."""
     if checksum is None:
         return copies[0]
     for copy in copies:

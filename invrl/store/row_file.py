@@ -1,7 +1,7 @@
-"""The rows of a file that a user wrote: JSONL, or Parquet (*.parquet). Tasks and
-conversations come in them.
+"""Rows of a user's file, JSONL or Parquet (*.parquet): tasks or conversations.
 
-A row is JSON whatever the file is, and has a number that error messages name."""
+A row is JSON in either format, and has a number that error messages name.
+"""
 
 import datetime
 import decimal
@@ -15,18 +15,18 @@ from invrl.types.tasks import Json
 from invrl.user_code.near_path import fix_of_path
 
 Rows = list[tuple[int, dict[str, Json]]]
-"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of
-a Parquet file."""
+"""Number (from 1) and fields of each non-blank line of a JSONL file, or row of a
+Parquet file."""
 
 
 def row_unit(file: str) -> str:
-    """What error messages call one row's place in the file."""
+    """Return what error messages call a row's position in the file."""
     return "row" if _is_parquet(file) else "line"
 
 
 def read_rows(field: str, file: str, *, of: str, each: str) -> Rows:
-    """At least one row. Raises ConfigError for `field`. `of` and `each`: what the rows
-    are, and one of them."""
+    """Read at least one row. Raises ConfigError for `field`. `of` and `each` name the
+    rows in messages, in plural and singular."""
     if _is_parquet(file):
         fix = f"give a Parquet file, one row per {each}"
     else:
@@ -74,8 +74,9 @@ def _json_rows(text: str) -> Rows:
 
 
 def _parquet_rows(file: str) -> Rows:
-    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs,
-    times become ISO 8601, decimals become floats, NaN and infinity become null."""
+    """Return the rows as JSON values: lists and structs stay, a map becomes a list of
+    pairs, times become ISO 8601, decimals become floats, NaN and infinity become
+    null."""
     from pyarrow import parquet
 
     rows: Rows = []

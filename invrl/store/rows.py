@@ -21,11 +21,11 @@ _TURN_ARRAYS = {
     "logprobs_T": np.float32,
 }
 TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
-"""The columns of a turn, in the order of the fields of `Turn`."""
+"""Columns of a turn, in the order of the fields of `Turn`."""
 EXPERTS_COLUMNS = "turn_id, bytes_each, layers, chosen, experts"
-"""The columns of the experts that computed a turn's tokens."""
+"""Columns of the experts that computed a turn's tokens."""
 TOP_COLUMNS = "turn_id, width, ids, logprobs"
-"""The columns of the likeliest tokens in the place of a turn's sampled ones."""
+"""Columns of the likeliest tokens at a turn's sampled ones."""
 _SESSION_FIELDS = (
     "id",
     "task_id",
@@ -37,10 +37,10 @@ _SESSION_FIELDS = (
     "limits",
     "parent_id",
 )
-"""The fields of `Session` that are stored; the key and the URL are not."""
+"""Stored fields of `Session`; the key and the URL are not."""
 _OPENED_FIELDS = (*_SESSION_FIELDS, "opened_at", "state")
 OPENED_COLUMNS = ", ".join(f'"{name}"' for name in _OPENED_FIELDS)
-"""What is known of a session when it is opened, apart from the hash of its key."""
+"""Columns known when a session is opened, apart from the hash of its key."""
 _RECORD_FIELDS = ("key_hash", "opened_at", "state", "reward", "components", "outcome")
 SESSION_COLUMNS = ", ".join(f'"{name}"' for name in (*_SESSION_FIELDS, *_RECORD_FIELDS))
 """All columns of a session, its id first."""
@@ -53,18 +53,18 @@ them.)"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardDeadline:
-    """Until when a finished session waits for its reward."""
+    """Deadline of a finished session's reward."""
 
     lived_s: float
-    """In the time that its gateway worker has lived through; this is what counts."""
+    """Lived time of its gateway worker; this is what counts."""
     unix_s: float
-    """What its environment was told."""
+    """Time that its environment was told."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StoredSession:
-    """All that the store holds of a session apart from its turns. The store has only
-    the hash of the key: in what is read from it, `session.key` and the URL are empty.
+    """Everything that the store holds of a session apart from its turns. The store has
+    only the hash of the key: when read from it, `session.key` and the URL are empty.
     The gateway's record of a live session (`gateway/session_record.py`) extends this
     one."""
 
@@ -73,8 +73,8 @@ class StoredSession:
     opened_at: float
     """Unix seconds."""
     lived_at_opening: float = 0.0
-    """The seconds that its gateway worker had lived through. Read from the store for
-    live sessions only."""
+    """Lived seconds of its gateway worker. Read from the store for live sessions
+    only."""
     state: SessionState = "open"
     reward_deadline: RewardDeadline | None = None
     """None: it does not wait for a reward. Read from the store for live sessions
@@ -82,18 +82,17 @@ class StoredSession:
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, Reward] = field(default_factory=dict)
-    """By turn id."""
     branch_rewards: dict[str, Reward] = field(default_factory=dict)
-    """By the id of the turn that the branches go through."""
+    """Rewards by the id of the turn that the trajectories go through."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Of the rollout, by the name of the extra column."""
+    """Numbers by the name of the rollout-level extra column."""
     turn_numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By turn id, then by name."""
+    """Numbers by turn id, then by name."""
     outcome: Outcome | None = None
 
 
 def turn_values(turn: Turn) -> tuple[object, ...]:
-    """The values of `TURN_COLUMNS`."""
+    """Return the values of `TURN_COLUMNS`."""
     values: dict[str, object] = {name: getattr(turn, name) for name in _TURN_FIELDS}
     for name, dtype in _TURN_ARRAYS.items():
         values[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
@@ -103,8 +102,8 @@ def turn_values(turn: Turn) -> tuple[object, ...]:
 
 
 def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> bytes:
-    """Of all of a turn but its mark of delivery, which changes. `row`: the values of
-    `TURN_COLUMNS`."""
+    """Hash all of a turn but its mark of delivery, which changes. `row` has the values
+    of `TURN_COLUMNS`."""
     fixed = [
         value
         for name, value in zip(_TURN_FIELDS, row, strict=True)
@@ -114,7 +113,7 @@ def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> b
 
 
 def turn_from_row(row: Sequence[Any]) -> Turn:
-    """`row`: the values of `TURN_COLUMNS`."""
+    """Build a turn from the values of `TURN_COLUMNS`."""
     values: dict[str, Any] = dict(zip(_TURN_FIELDS, row, strict=True))
     for name, dtype in _TURN_ARRAYS.items():
         values[name] = np.frombuffer(values[name], dtype)
@@ -125,19 +124,19 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
 
 
 def experts_values(turn_id: str, experts_TLK: RoutedExperts) -> tuple[object, ...]:
-    """The values of `EXPERTS_COLUMNS`."""
+    """Return the values of `EXPERTS_COLUMNS`."""
     _, layers, chosen = experts_TLK.shape
     return (turn_id, experts_TLK.itemsize, layers, chosen, experts_TLK.tobytes())
 
 
 def experts_from_row(row: Sequence[Any]) -> RoutedExperts:
-    """`row`: the values of `EXPERTS_COLUMNS`."""
+    """Build the experts from the values of `EXPERTS_COLUMNS`."""
     _, bytes_each, layers, chosen, content = row
     return np.frombuffer(content, f"u{bytes_each}").reshape(-1, layers, chosen)
 
 
 def top_values(turn_id: str, top: TopLogprobs) -> tuple[object, ...]:
-    """The values of `TOP_COLUMNS`."""
+    """Return the values of `TOP_COLUMNS`."""
     width = top.ids_TK.shape[1]
     ids_TK = np.ascontiguousarray(top.ids_TK, np.int32)
     logprobs_TK = np.ascontiguousarray(top.logprobs_TK, np.float32)
@@ -145,7 +144,7 @@ def top_values(turn_id: str, top: TopLogprobs) -> tuple[object, ...]:
 
 
 def top_from_row(row: Sequence[Any]) -> TopLogprobs:
-    """`row`: the values of `TOP_COLUMNS`."""
+    """Build the likeliest tokens from the values of `TOP_COLUMNS`."""
     _, width, ids, logprobs = row
     return TopLogprobs(
         ids_TK=np.frombuffer(ids, np.int32).reshape(-1, width),
@@ -154,7 +153,7 @@ def top_from_row(row: Sequence[Any]) -> TopLogprobs:
 
 
 def opened_values(record: StoredSession) -> tuple[object, ...]:
-    """The values of `OPENED_COLUMNS`."""
+    """Return the values of `OPENED_COLUMNS`."""
     session = record.session
     values: dict[str, object] = {
         name: getattr(session, name) for name in _SESSION_FIELDS
@@ -169,8 +168,8 @@ def session_from_row(
     reward_rows: Sequence[Sequence[Any]],
     number_rows: Sequence[tuple[str, str, float]] = (),
 ) -> StoredSession:
-    """`row`: the values of `SESSION_COLUMNS`. `reward_rows`: `of`, `turn_id`, `reward`
-    and `components` of the session's rows in the table `rewards`. `number_rows`:
+    """Build a session from the values of `SESSION_COLUMNS`, the columns `of`,
+    `turn_id`, `reward` and `components` of its rows in the table `rewards`, and
     `turn_id`, `name` and `number` of its rows in the table `numbers`."""
     turn_rewards: dict[str, Reward] = {}
     branch_rewards: dict[str, Reward] = {}

@@ -1,9 +1,10 @@
-"""A run's folder: the paths of everything a run writes. It also describes a run that
-has ended.
+"""A run's folder: the paths of everything that a run writes. It also describes a run
+that has ended.
 
 Invariants: only one command at a time writes into a folder; another one is refused with
-an error that says which process holds the folder. Every component writes only to the
-paths named here."""
+an error that names the process holding the folder. Every component writes only to the
+paths named here.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ from invrl.store.tokenizer_folder import TOKENIZER_NAME
 
 CONFIG_NAME = "config.resolved.toml"
 LOCK_NAME = "run.lock"
-"""Names the process that holds the folder, for as long as that process has locked this
-file."""
+"""File that names the process holding the folder, valid while that process has locked
+it."""
 _KERNEL_LOCKS = Path("/proc/locks")
 _LOOKS_FOR_A_LOCK = 3
-"""The kernel tells its locks a page at a time, and leaves one out if another is given
-up between two pages: 25 of 5,298 times beside two processes that did nothing else."""
+"""Number of reads of the kernel's list of locks, which is served a page at a time and
+misses one if another is released between two pages: 25 of 5,298 reads next to two
+processes that did nothing else."""
 
 KEEP_NAME = "keep-model"
 """An empty file in a checkpoint or a saved model. Its weights are not removed: a user
@@ -38,7 +40,7 @@ knows their path."""
 
 
 class Below:
-    """A class attribute that is the path of this name below the owner's `path`."""
+    """Class attribute: the path of this name below the owner's `path`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,9 +65,9 @@ class RunFolder:
     rollout_data_path = Below("rollout_data")
     """Training batches, one file per step (`store/batch_file.py`)."""
     data_digests_path = Below("data.json")
-    """Of a run on a file: the checksums of its files, by setting."""
+    """Checksums of the files of a run on a file, by setting."""
     phase_path = Below("phase.json")
-    """What the driver does now, as JSON: pid, step, phase, and since when (Unix
+    """Present activity of the driver, as JSON: pid, step, phase, and since when (Unix
     seconds)."""
     tokenizer_path = Below(TOKENIZER_NAME)
     """The tokenizer's files (`store/tokenizer_folder.py`)."""
@@ -73,13 +75,13 @@ class RunFolder:
     """Advantages and the trainer's log-probs, one file per step
     (`store/trained_tokens.py`)."""
     timeline_path = Below(TIMELINE_NAME)
-    """What the driver did when, and how busy the processes were
+    """Activities of the driver over time, and load of the processes
     (`store/timeline_file.py`)."""
     finished_path = Below("finished")
-    """Exists once the run is complete and holds its number of steps."""
+    """Exists once the run is complete; contains its number of steps."""
     logs_path = Below("logs")
     weights_path = Below("weights")
-    """The versions that engines load with the weight transport `disk`, below it."""
+    """Parent of the versions that engines load with the weight transport `disk`."""
     verification_path = Below("private/verification.socket")
     """Exists from the first weights that the engines were given to the end of the
     driver, which answers there (`run/loop/verification_socket.py`). A driver that was
@@ -87,7 +89,7 @@ class RunFolder:
 
     @contextmanager
     def held(self, command: str) -> Iterator[None]:
-        """Holds the folder for `command` of this process, so that no other command
+        """Hold the folder for `command` of this process, so that no other command
         writes into it. Raises ConfigError if another command holds it (the error has
         its process id) or if the folder cannot be written. The kernel releases the lock
         when this process ends."""
@@ -106,7 +108,7 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Raises ConfigError with the holder's process id if a command works in the
+        """Raise ConfigError with the holder's process id if a command works in the
         folder now."""
         if not self._lock_path.exists():
             return
@@ -118,13 +120,11 @@ class RunFolder:
 
     def is_worked_in(self) -> bool:
         """Whether a command works in the folder now, on this machine. Unlike `is_held`
-        this takes no lock, not even for a moment, which a command that begins could
-        meet."""
+        this never takes the lock, which could collide with a starting command."""
         return any(self._is_locked() for _ in range(_LOOKS_FOR_A_LOCK))
 
     def _is_locked(self) -> bool:
-        """Whether the kernel's list of locks has one that the folder's command
-        holds."""
+        """Whether the kernel's list of locks has that of the folder's command."""
         lock = self.path / LOCK_NAME
         try:
             inode = lock.stat().st_ino
@@ -168,9 +168,9 @@ class RunFolder:
         )
 
     def rewind_metrics(self, step: int) -> str:
-        """Removes the metrics of steps after `step`, from which the run resumes.
-        Returns what is wrong with the file and what was removed; "" if nothing is. A
-        damaged file is copied before it is rewritten."""
+        """Remove the metrics of steps after `step`, from which the run resumes. Returns
+        a description of damage and of what was removed; "" for neither. A damaged file
+        is copied before it is rewritten."""
         rows = read_metrics(self.metrics_path)
         findings = [
             self._damage_of_metrics(len(rows), step),
@@ -183,8 +183,8 @@ class RunFolder:
         return "; ".join(finding for finding in findings if finding)
 
     def _cuts_of_metrics(self, rows: Sequence[MetricsRow], step: int) -> str:
-        """Which steps a file that exists has no rows of any more: "" if it ends with
-        `step`."""
+        """Describe the steps whose rows an existing file lacks or loses: "" if it ends
+        with `step`."""
         if not self.metrics_path.exists():
             return ""
         last_step = max((int(row["step"] or 0) for row in rows), default=0)
@@ -196,8 +196,8 @@ class RunFolder:
         return ""
 
     def _damage_of_metrics(self, num_rows: int, step: int) -> str:
-        """What is wrong with metrics.jsonl, of which `num_rows` lines could be read; ""
-        if nothing is."""
+        """Describe damage of metrics.jsonl, of which `num_rows` lines could be read; ""
+        if there is none."""
         if not self.metrics_path.exists():
             if not step:
                 return ""
@@ -215,8 +215,8 @@ class RunFolder:
         )
 
     def _count_damaged_lines(self, num_rows: int) -> int:
-        """Lines of metrics.jsonl that are not rows. The incomplete last line of a
-        killed run is no damage."""
+        """Count the lines of metrics.jsonl that are not rows. The incomplete last line
+        of a killed run is no damage."""
         content = self.metrics_path.read_bytes()
         num_lines = len(content.splitlines())
         ends_incomplete = content != b"" and not content.endswith(b"\n")
@@ -226,13 +226,13 @@ class RunFolder:
 
     @property
     def ray_logs_path(self) -> Path:
-        """What Ray's processes and user code in buffer and trainer print; a subfolder
-        per start of Ray."""
+        """Output of Ray's processes, and of user code in buffer and trainer; a
+        subfolder per start of Ray."""
         return self.logs_path / "ray"
 
     @property
     def printed_by_agents(self) -> str:
-        """The files that the output of user code in the rollout workers goes to
+        """Files with the output of user code in the rollout workers
         (`rollout/worker_log.py`)."""
         return f"{self.logs_path}/rollout-worker-*.log"
 

@@ -1,9 +1,10 @@
 """The run's store as its readers see it: sessions, turns and the outbox, in one SQLite
 file.
 
-The gateway writes them (`run_store_writer.py`). The buffer actor and the loop read them
-in their own processes, and so do the commands that show a run, and a gateway worker
-that takes over the sessions of its predecessor. The tables are in `schema.py`."""
+The gateway writes them (`run_store_writer.py`). Readers in other processes are the
+buffer actor, the loop, the commands that show a run, and a gateway worker that takes
+over the sessions of its predecessor. The tables are in `schema.py`.
+"""
 
 import json
 import sqlite3
@@ -179,8 +180,7 @@ _ENDED_TURNS = """
 
 
 _Check = Callable[..., None]
-"""Is given the item of a checksum and the values of its row. Raises
-DamagedFileError."""
+"""Checks an item's checksum against the values of its row. Raises DamagedFileError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +188,9 @@ class EndedTurns:
     """Turns that were recorded after another one."""
 
     sequence: int
-    """Of the last of them; of the other one if there is none."""
+    """Number of the last of them; of the other one if there is none."""
     seconds: tuple[float, ...]
-    """From the beginning to the end of each."""
+    """Duration of each."""
     prompt_tokens: int
     cached_tokens: int
     sampled_tokens: int
@@ -198,8 +198,8 @@ class EndedTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentSession:
-    """An open session, and the seconds since its last turn, or since it was opened if
-    it has none."""
+    """An open session, and the seconds since its last turn, or since its opening if it
+    has none."""
 
     session_id: str
     silent_s: float
@@ -207,26 +207,25 @@ class SilentSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitsOutside:
-    """What a run waits for from environments that it did not start."""
+    """Work that a run awaits from environments that it did not start."""
 
     offered: int
     """Rollouts that no environment has leased."""
     leased: int
-    """Rollouts that an environment has leased, without opening a session for them
-    yet."""
+    """Rollouts that an environment has leased, without a session yet."""
     sessions: tuple[SilentSession, ...]
-    """The open sessions of the group that has waited longest; the most silent first."""
+    """Open sessions of the group that has waited longest; the most silent first."""
 
 
 class RunStore:
-    """Reads only, from any process."""
+    """Reader of the store, for any process."""
 
     def __init__(self, path: Path) -> None:
         self._use(connect(path))
 
     @classmethod
     def through(cls, db: sqlite3.Connection) -> "RunStore":
-        """A reader that uses a connection of the caller, who closes it."""
+        """Return a reader that uses a connection of the caller, who closes it."""
         store = cls.__new__(cls)
         store._use(db)
         return store
@@ -237,8 +236,8 @@ class RunStore:
         self._db.create_function("is_trainable", 3, is_trainable, deterministic=True)
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
-        """The outcomes that were handed over after row `seq` (0: all), in order, with
-        the numbers of their rows; at most `limit`."""
+        """Return at most `limit` outcomes handed over after row `seq` (0: all), in
+        order, with their row numbers."""
         rows = self._db.execute(_OUTBOX, (seq, limit)).fetchall()
         return [
             (number, self._outcome(session_id, bodies, checksum))
@@ -248,7 +247,8 @@ class RunStore:
     def _outcome(
         self, session_id: str, bodies: Sequence[bytes | None], checksum: bytes | None
     ) -> Outcome:
-        """The outcome that was written into these places. Raises DamagedFileError."""
+        """Return the outcome that was written into these places. Raises
+        DamagedFileError."""
         copies = [body for body in bodies if body is not None]
         body = whole_outcome(copies, checksum)
         if body is None:
@@ -268,20 +268,20 @@ class RunStore:
     # -------------------------------------------------------------- turns and rollouts
 
     def turns(self, session_id: str) -> list[Turn]:
-        """All turns of a session, in the order of their commits."""
+        """Return all turns of a session, in the order of their commits."""
         sql = f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id=? ORDER BY seq"
         return [turn_from_row(row) for row in self._db.execute(sql, (session_id,))]
 
     def last_turn(self) -> int:
-        """The number of the turn that was recorded last; 0 without one."""
+        """Return the number of the last recorded turn; 0 without one."""
         (sequence,) = self._db.execute(
             "SELECT COALESCE(MAX(seq), 0) FROM turns"
         ).fetchone()
         return sequence
 
     def ended_turns(self, after: int) -> EndedTurns:
-        """Times and lengths of the turns that were recorded after number `after`. No
-        array is read."""
+        """Return times and lengths of the turns that were recorded after number
+        `after`. No array is read."""
         rows = self._db.execute(_ENDED_TURNS, (after,)).fetchall()
         return EndedTurns(
             sequence=max([after, *(row[0] for row in rows)]),
@@ -292,8 +292,8 @@ class RunStore:
         )
 
     def recorded_turns(self, *session_ids: str) -> list[tuple[Turn, bytes, bytes]]:
-        """The turns of these sessions in the order of their commits, each with the
-        messages and tools that `RunStoreWriter.add_turn` was given with it."""
+        """Return the turns of these sessions in the order of their commits, each with
+        the messages and tools given to `RunStoreWriter.add_turn`."""
         names = json.dumps(session_ids)
         # The turns are read first: the tools of a turn are committed with it, so none
         # can be missing then.
@@ -305,16 +305,16 @@ class RunStore:
         ]
 
     def rollout(self, session_id: str) -> Rollout:
-        """A session that has ended, with its branches. The summary of a session that
-        failed is its `partial`. Raises KeyError if it is unknown, still open, or failed
-        without a token to train; DamagedFileError if its rows are not what was
-        written."""
+        """Return an ended session with its trajectories. The summary of a failed
+        session is its `partial`. Raises KeyError if it is unknown, still open, or
+        failed without a token to train; DamagedFileError if its rows differ from what
+        was written."""
         rollout, _ = self._whole_rollout(session_id)
         return rollout
 
     def _whole_rollout(self, session_id: str) -> tuple[Rollout, dict[str, bytes]]:
-        """What `rollout` returns, and the checksums of what was recorded with its
-        turns, by item: none for a session of an earlier version."""
+        """Return the result of `rollout`, and the checksums of what was recorded with
+        its turns, by item: none for a session of an earlier version."""
         row = self._db.execute(_OUTCOME, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
@@ -345,7 +345,8 @@ class RunStore:
         return Rollout(summary=summary, trajectories=branches(turns)), untested
 
     def _checksums_of_turns(self, turn_ids: Sequence[str]) -> dict[str, bytes]:
-        """Of these turns and of what was recorded with them, by item."""
+        """Return the checksums of these turns and of what was recorded with them, by
+        item."""
         names = json.dumps(turn_ids)
         return dict(self._db.execute(_CHECKSUMS_OF_TURNS, (names, names)))
 
@@ -353,9 +354,8 @@ class RunStore:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
-        """The rollouts of a batch with their tokens and what was recorded of these, in
-        the order of its groups. Raises KeyError and DamagedFileError as `rollout`
-        does."""
+        """Return the rollouts of a batch with their tokens and recorded data, in the
+        order of its groups. Raises KeyError and DamagedFileError like `rollout`."""
         return [
             self._with_tokens(summary)
             for group in taken.groups
@@ -363,8 +363,8 @@ class RunStore:
         ]
 
     def _with_tokens(self, summary: RolloutSummary) -> Rollout:
-        """The rollout with all that is trained of it, and with the summary that the
-        caller holds, whose reward the buffer may have given."""
+        """Return the rollout with all its training data, and with the caller's summary,
+        whose reward may come from the buffer."""
         rollout, untested = self._whole_rollout(summary.session_id)
         family = [summary.session_id, *summary.child_rewards]
         has_checksums = bool(untested)
@@ -387,7 +387,7 @@ class RunStore:
     def _routed_experts(
         self, session_ids: Sequence[str], check: _Check
     ) -> dict[str, RoutedExperts]:
-        """By turn id, as far as they were recorded."""
+        """Return the recorded experts by turn id."""
         rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(session_ids),)).fetchall()
         for row in rows:
             check(experts_item(row[0]), *row)
@@ -396,7 +396,7 @@ class RunStore:
     def _token_numbers(
         self, session_ids: Sequence[str], check: _Check
     ) -> dict[str, dict[str, NDArray[np.float32]]]:
-        """By turn id and name, as far as they were given."""
+        """Return the given numbers by turn id and name."""
         token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
         for turn_id, name, content in self._db.execute(
             _TOKEN_NUMBERS, (json.dumps(session_ids),)
@@ -410,14 +410,14 @@ class RunStore:
     def _top_logprobs(
         self, session_ids: Sequence[str], check: _Check
     ) -> dict[str, TopLogprobs]:
-        """By turn id, as far as they were recorded."""
+        """Return the recorded likeliest tokens by turn id."""
         rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(session_ids),)).fetchall()
         for row in rows:
             check(top_item(row[0]), *row)
         return {row[0]: top_from_row(row) for row in rows}
 
     def top_logprobs(self, turn_id: str) -> TopLogprobs | None:
-        """Of one turn; None if they were not recorded."""
+        """Return the likeliest tokens of one turn; None if they were not recorded."""
         row = self._db.execute(
             f"SELECT {TOP_COLUMNS} FROM top_logprobs WHERE turn_id=?", (turn_id,)
         ).fetchone()
@@ -426,13 +426,13 @@ class RunStore:
         return top_from_row(row)
 
     def matched_stops(self, *session_ids: str) -> dict[str, str]:
-        """The clients' stop strings that ended replies of these sessions, by turn
-        id."""
+        """Return the clients' stop strings that ended replies of these sessions, by
+        turn id."""
         rows = self._db.execute(_MATCHED_STOPS, (json.dumps(session_ids),))
         return dict(rows.fetchall())
 
     def turn_traces(self, turn_ids: Sequence[str]) -> dict[str, SpanPlace]:
-        """The spans of those of these turns that have one, by turn id."""
+        """Return the spans of these turns, for those that have one, by turn id."""
         sql = "SELECT * FROM turn_traces WHERE turn_id IN (SELECT value FROM json_each(?))"
         rows = self._db.execute(sql, (json.dumps(list(turn_ids)),))
         return {
@@ -440,7 +440,7 @@ class RunStore:
         }
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> dict[str, str]:
-        """What is wrong with the rollouts that `taken_rollouts` could not return whole,
+        """Return the errors of rollouts that `taken_rollouts` could not return whole,
         by session id: the store does not have the session as ended, has fewer turns of
         it and its children than its summary counts, or has other bytes than were
         written."""
@@ -448,7 +448,7 @@ class RunStore:
         return {session_id: fault for session_id, fault in faults.items() if fault}
 
     def _fault(self, summary: RolloutSummary) -> str:
-        """ "" if there is none."""
+        """Describe the error; "" if there is none."""
         try:
             rollout = self._with_tokens(summary)
         except DamagedFileError as error:
@@ -465,8 +465,8 @@ class RunStore:
     # ----------------------------------------------------------------- sessions
 
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
-        """Sessions that are not over and whose id begins with `prefix`, and all that
-        descend from them, in the order of their opening."""
+        """Return live sessions whose id begins with `prefix`, and all their
+        descendants, in the order of opening."""
         rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
         sessions = [self._session(row) for row in rows]
         for session in sessions:
@@ -479,13 +479,13 @@ class RunStore:
         return sessions
 
     def open_sessions(self, group_id: str) -> list[Session]:
-        """Training sessions of a group that are not over, without their keys and
-        without child sessions."""
+        """Return live training sessions of a group, without their keys and without
+        child sessions."""
         rows = self._db.execute(_OPEN_SESSIONS, (group_id,)).fetchall()
         return [self._session(row).session for row in rows]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
-        """A session that has an outcome. `name`: its id (str) or the hash of its key
+        """Return a session that has an outcome, by its id (str) or the hash of its key
         (bytes)."""
         column = "id" if isinstance(name, str) else "key_hash"
         sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
@@ -495,7 +495,7 @@ class RunStore:
         return self._session(row)
 
     def session(self, session_id: str) -> StoredSession | None:
-        """The session of this id, whatever its state."""
+        """Return the session of this id, in any state."""
         sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?"
         row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
@@ -503,21 +503,20 @@ class RunStore:
         return self._session(row)
 
     def ended_sessions(self) -> Iterator[StoredSession]:
-        """Every session with an outcome that no other session opened, in the order of
-        their opening."""
+        """Yield every top-level session with an outcome, in the order of opening."""
         for row in self._db.execute(_ENDED_SESSIONS):
             yield self._session(row)
 
     def family(self, session_id: str) -> list[str]:
-        """Ids of the session and of all that descend from it, in the order of their
+        """Return the ids of the session and all its descendants, in the order of
         opening."""
         return [member_id for (member_id,) in self._db.execute(_FAMILY, (session_id,))]
 
     # ---------------------------------------------------------------- running rollouts
 
     def waits_outside(self, group_id: str, now: float) -> WaitsOutside:
-        """What environments that we did not start hold of the run's leases, and the
-        open sessions of this group. `now`: Unix seconds."""
+        """Return what environments that we did not start hold of the run's leases, and
+        the open sessions of this group. `now` is in Unix seconds."""
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
         offered, leased = self._db.execute(count_leases).fetchone()
         sessions = tuple(
@@ -527,10 +526,9 @@ class RunStore:
         return WaitsOutside(offered=offered, leased=leased, sessions=sessions)
 
     def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
-        """The running rollouts of these groups that have a turn to train
-        (`types.is_trainable`) which is committed and was delivered to its client. Turns
-        of child sessions count for their rollout. A turn that is still being generated
-        is not in the store."""
+        """Return the running rollouts of these groups that have a committed, delivered
+        turn to train (`types.is_trainable`). Turns of child sessions count for their
+        rollout. A turn that is still being generated is not in the store."""
         rows = self._db.execute(
             _SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)
         ).fetchall()
@@ -555,9 +553,9 @@ class RunStore:
 
 
 def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
-    """Root-to-leaf paths through the turns of sessions, in the order of their leaves.
-    Turns that were aborted or never delivered are included; the reader decides what may
-    be trained."""
+    """Return root-to-leaf paths through the turns of sessions, in the order of their
+    leaves. Aborted and undelivered turns are included; the reader decides what may be
+    trained."""
     by_id = {turn.id: turn for turn in turns}
     ids_of_parents = {turn.parent_id for turn in turns}
     paths: list[Trajectory] = []

@@ -3,11 +3,12 @@ and outbox rows.
 
 Each gateway worker has one writer. Invariants: a lease disappears and its session
 appears in one transaction; so do a closed session's final state and its outbox row.
-What a future of the writer reports as done survives kill -9 of the process. (The file
-is in WAL mode: a crash of the operating system may lose the last commits, never the
-file, and never what a checkpoint names, because `LedgerStore.write` flushes the log
-before the checkpoint appears.) Session keys are stored hashed. The buffer writes its
-ledger into the same file; the two take turns through SQLite's busy timeout."""
+Writes reported by a future survive kill -9 of the process. (The file is in WAL mode: a
+crash of the operating system may lose the last commits, never the file, and never what
+a checkpoint names, because `LedgerStore.write` flushes the log before the checkpoint
+appears.) Session keys are stored hashed. The buffer writes its ledger into the same
+file; the two take turns through SQLite's busy timeout.
+"""
 
 import contextlib
 import hashlib
@@ -70,28 +71,27 @@ _LONG_LOG = 16_000
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Statements that belong in one transaction, and the future of whoever waits for
-    it."""
+    """Statements of one transaction, and the future of its caller."""
 
     statements: tuple[_Statement, ...]
     done: Future[None]
 
 
 class _Command(Enum):
-    """What the writer's thread does besides committing work."""
+    """Work of the writer's thread other than commits."""
 
     CHECKPOINT = "checkpoint"
     END = "end"
 
 
 class RunStoreWriter:
-    """For one thread, as a rule an event loop's, which never waits here: a commit takes
-    0.05 ms and is made at once, so that the future that a method returns is already
-    done. Only while another process holds the database, or work before this one waits
-    for that, does the writer's own thread make the commit, together with all that has
-    arrived meanwhile. (With every commit in the thread, the loop learned of it after
-    1.4 ms, and after 26 ms for one in a hundred.) The thread also checkpoints: it moves
-    the log into the file."""
+    """Writer for one thread, usually an event loop's, which never waits here: a commit
+    takes 0.05 ms and is made immediately, so that the returned future is already done.
+    Only while another process holds the database, or earlier work waits for that, does
+    the writer's thread make the commit, together with everything that has arrived
+    meanwhile. (With every commit in the thread, the loop learned of it after 1.4 ms,
+    and after 26 ms for one in a hundred.) The thread also checkpoints: it moves the log
+    into the file."""
 
     def __init__(
         self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
@@ -101,14 +101,12 @@ class RunStoreWriter:
         self._busy_timeout_s = busy_timeout_s(heartbeat_timeout_s)
         self._db = connect(path)
         self._patient = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
-        """The thread's connection: it waits for other processes, `_db` does not."""
+        """Connection of the thread: it waits for other processes, `_db` does not."""
         self._db.execute("PRAGMA busy_timeout=0")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._queue: queue.SimpleQueue[_Work | _Command] = queue.SimpleQueue()
         self._num_queued = 0
-        """Works that were given to the thread since the start."""
         self._num_processed = 0
-        """Those of them that the thread has dealt with."""
         self._commits = 0
         self._thread = threading.Thread(
             target=self._run, name="run-store-writer", daemon=True
@@ -118,9 +116,9 @@ class RunStoreWriter:
     def open_sessions(
         self, records: Sequence[StoredSession], *, leased: bool = False
     ) -> Future[None]:
-        """Adds all of the sessions or none. With `leased` each takes the place of its
-        lease; if one has no lease that was taken, the future has an IntegrityError,
-        because the session's key hash is NULL."""
+        """Add all of the sessions or none. With `leased` each takes the place of its
+        lease; if one has no taken lease, the future has an IntegrityError, because the
+        session's key hash is NULL."""
         lease = (
             'FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
             "AND json_extract(CAST(task AS TEXT), '$.id')=?"
@@ -158,12 +156,13 @@ class RunStoreWriter:
         trace: SpanPlace | None = None,
         stop: str = "",
     ) -> Future[None]:
-        """`messages`: JSON of the messages that the turn's tokens stand for, the reply
-        last. `tools`: JSON of the tools that its conversation was rendered with. Equal
-        tools are stored once, in `tool_lists`, and the turn's row has their digest:
-        agents send the same 50 KB with every request. `experts_TLK` and `top`: as in
-        `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's
-        span. `stop`: the client's stop string that ended the reply."""
+        """Add a turn. `messages` is JSON of the messages that the turn's tokens stand
+        for, the reply last. `tools` is JSON of the tools that its conversation was
+        rendered with. Equal tools are stored once, in `tool_lists`, and the turn's row
+        has their digest: agents send the same 50 KB with every request. For
+        `experts_TLK` and `top` see `Rollout.routed_experts` and `Rollout.top_logprobs`.
+        `trace` is the turn's span, `stop` the client's stop string that ended the
+        reply."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -208,7 +207,7 @@ class RunStoreWriter:
         )
 
     def set_reward(self, session_id: str, reward: Reward) -> Future[None]:
-        """Stores the session's final reward, or that of a turn or of the branches
+        """Store the session's final reward, or that of a turn or of the trajectories
         through one."""
         components = _encode(reward.components)
         if reward.turn:
@@ -229,9 +228,8 @@ class RunStoreWriter:
         return self._submit([(sql, (session_id, of, turn_id, value, components))])
 
     def add_numbers(self, session_id: str, extra: ExtraNumbers) -> Future[None]:
-        """Stores numbers of extra columns, in one transaction. A number that was stored
-        before under the same turn and name is replaced. Numbers of tokens are stored as
-        float32."""
+        """Store numbers of extra columns, in one transaction. An earlier number of the
+        same turn and name is replaced. Numbers of tokens are stored as float32."""
         add_number = "INSERT OR REPLACE INTO numbers VALUES (?,?,?,?)"
         statements: list[_Statement] = [
             (add_number, (session_id, "", name, float(number)))
@@ -253,7 +251,7 @@ class RunStoreWriter:
         return self._submit(statements)
 
     def await_reward(self, session_id: str, deadline: RewardDeadline) -> Future[None]:
-        """The session has finished, and its reward is to come before `deadline`."""
+        """Mark the session as finished, with its reward due before `deadline`."""
         sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
         set_time = "UPDATE session_times SET reward_deadline=? WHERE session_id=?"
         return self._submit(
@@ -266,7 +264,7 @@ class RunStoreWriter:
     def close_session(
         self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
     ) -> Future[None]:
-        """Stores the session's final state, and with `hand_over` its outbox row, in one
+        """Store the session's final state, and with `hand_over` its outbox row, in one
         transaction."""
         body = _encode(outcome)
         sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
@@ -283,7 +281,7 @@ class RunStoreWriter:
         return self._submit(statements)
 
     def close(self, *, deadline_s: float = 30.0) -> None:
-        """Commits what is queued and ends the thread."""
+        """Commit queued work and end the thread."""
         self._queue.put(_Command.END)
         self._thread.join(deadline_s)
         self._db.close()
@@ -315,7 +313,7 @@ class RunStoreWriter:
         self._patient.close()
 
     def _next_batch(self) -> tuple[list[_Work], _Command | None]:
-        """Waits for work or a command. Returns all work that is queued before the next
+        """Wait for work or a command. Returns all work that is queued before the next
         command, and that command if there is one."""
         batch: list[_Work] = []
         item = self._queue.get()
@@ -328,8 +326,8 @@ class RunStoreWriter:
         return batch, item
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Work]) -> bool:
-        """Commits all of `batch` in one transaction. If that fails, commits the works
-        one by one, so that only the faulty one fails. Returns False if another process
+        """Commit all of `batch` in one transaction. If that fails, commit the works one
+        by one, so that only the faulty one fails. Returns False if another process
         holds the database for longer than `db` waits."""
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -360,8 +358,8 @@ class RunStoreWriter:
         return True
 
     def _disk_full(self) -> DiskFullError:
-        """The error for whoever waits for a commit. It is logged once until a commit
-        succeeds again."""
+        """Return the error for callers that wait for a commit. It is logged once until
+        a commit succeeds again."""
         reason = full_disk(self._folder) or f"the disk of {self._folder} is full"
         if not self._told_full:
             self._told_full = True
@@ -372,8 +370,8 @@ class RunStoreWriter:
         return DiskFullError(reason)
 
     def _checkpoint(self) -> None:
-        """Moves the log into the file without making anybody wait. Only a log that has
-        become long is also truncated, for which writers wait up to 50 ms."""
+        """Move the log into the file without blocking anybody. Only a long log is also
+        truncated, for which writers wait up to 50 ms."""
         with contextlib.suppress(sqlite3.Error):
             _, pages, _ = self._patient.execute(
                 "PRAGMA wal_checkpoint(PASSIVE)"
@@ -395,8 +393,8 @@ def _is_busy(error: Exception) -> bool:
 
 
 def abandon_open_sessions(path: Path) -> None:
-    """Marks open sessions as lost and removes all leases. To be called before a run
-    continues: the processes that held its sessions are gone."""
+    """Mark open sessions as lost and remove all leases. Call it before a run continues:
+    the processes that held its sessions are gone."""
     with contextlib.closing(connect(path)) as db:
         db.execute(
             "UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')"

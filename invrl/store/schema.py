@@ -1,10 +1,10 @@
 """The tables of a run's store, and connections to it.
 
 The store is one SQLite file. The gateway writes sessions, rewards, turns and the
-outbox; the driver writes leases; the buffer writes the ledger. A file that another
-version of the schema wrote is refused. A table that earlier stores of this version do
-not have is added when they are opened: an earlier invrl can still read the file then,
-and knows nothing of the table."""
+outbox; the driver writes leases; the buffer writes the ledger. A file with another
+schema version is refused. A table that earlier stores of this version lack is added on
+opening: an earlier invrl can still read the file, and ignores the table.
+"""
 
 import sqlite3
 from pathlib import Path
@@ -13,8 +13,7 @@ from invrl.errors import DamagedFileError
 from invrl.host.private_file import make_private, restrict
 
 HEARTBEAT_TIMEOUT_S = 30.0
-"""The default of `run.heartbeat_timeout_s`, for stores whose processes nobody
-watches."""
+"""Default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
 SCHEMA_VERSION = 2
 """Stored in the file as `PRAGMA user_version`. Files from before there was a version
 have 0."""
@@ -90,19 +89,19 @@ _ADDED = " ".join(
 
 
 def busy_timeout_s(heartbeat_timeout_s: float) -> float:
-    """How long a connection waits for another process that holds the store. A process
-    that is stopped in the middle of a commit holds it until it has been silent for
-    `heartbeat_timeout_s` and is killed. If its supervisor is stopped too, that takes as
-    long again."""
+    """Return how long a connection waits for another process that holds the store. A
+    process that is stopped in the middle of a commit holds it until it has been silent
+    for `heartbeat_timeout_s` and is killed. If its supervisor is stopped too, that
+    takes as long again."""
     return 2 * heartbeat_timeout_s + 30.0
 
 
 def connect(
     path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
 ) -> sqlite3.Connection:
-    """An autocommit connection to a store with all its tables. The first process that
-    connects creates the file. The connection waits for other processes as long as
-    `busy_timeout_s` says. Raises DamagedFileError for a store of another version."""
+    """Open an autocommit connection to a store with all its tables. The first process
+    that connects creates the file. The connection waits for other processes for
+    `busy_timeout_s`. Raises DamagedFileError for a store of another version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # SQLite gives its log and its index the same mode
     # The process that closes the store last removes these two. They may be left by an

@@ -1,10 +1,11 @@
-"""The run's `timeline.jsonl`: what the driver did when and what it waited for, how busy
-the processes were.
+"""The run's `timeline.jsonl`: what the driver did and waited for over time, and how
+busy the processes were.
 
 One JSON object a line: the start of an incarnation, a span of time, or a sample of the
 processes. Times are Unix seconds. Invariants: a line that is torn or of an unknown kind
-is left out; there are at most two files, the newer one and the one before it, each of
-at most `MAX_BYTES` and a line."""
+is skipped; there are at most two files, the current one and its predecessor, each of at
+most `MAX_BYTES` and a line.
+"""
 
 import json
 import os
@@ -34,24 +35,24 @@ class IncarnationStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What went on from `start` to `end`."""
+    """An activity from `start` to `end`."""
 
     lane: str
-    """Where the work was: driver, rollout, trainer, sync, checkpoint, evaluation or
+    """Place of the work: driver, rollout, trainer, sync, checkpoint, evaluation or
     teacher."""
     name: str
     step: int
     start: float
     end: float
     waits_for: str = ""
-    """What the driver waited for; "" where it worked itself."""
+    """Reason that the driver waited; "" if it worked itself."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the phases within it, which may overlap."""
+    """Seconds of its phases, which may overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSample:
-    """What SGLang says of one engine."""
+    """SGLang's report of one engine."""
 
     name: str
     running: int
@@ -59,10 +60,10 @@ class EngineSample:
     waiting: int
     """Requests in its queue."""
     kv_use: float
-    """The share of the KV cache that is in use."""
+    """Used share of the KV cache."""
     cache_hit_rate: float | None = None
-    """The share of the last prompts' tokens that were in the cache. SGLang counts this
-    and the next one only with its own metrics on."""
+    """Share of the last prompts' tokens that were in the cache. SGLang counts this and
+    the next one only with its own metrics on."""
     tokens_per_s: float | None = None
 
 
@@ -73,13 +74,12 @@ class GatewaySample:
 
     requests: int
     latency_p50_s: float | None = None
-    """From the beginning to the end of a turn: queue, prompt and sampling. None without
-    a turn."""
+    """Duration of a turn: queue, prompt and sampling. None without a turn."""
     latency_p95_s: float | None = None
     loop_lag_s: float | None = None
-    """The longest, over all workers."""
+    """Longest over all workers."""
     cache_hit_rate: float | None = None
-    """The share of these turns' prompt tokens that the engines had in their caches."""
+    """Share of these turns' prompt tokens that the engines had cached."""
     tokens_per_s: float | None = None
     """Sampled tokens of these turns."""
 
@@ -92,12 +92,12 @@ class Sample:
     engines: tuple[EngineSample, ...] = ()
     gateway: GatewaySample | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Resident bytes, by kind of process."""
+    """Resident bytes by kind of process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All that was read, in the order of the file."""
+    """Everything read, in the order of the file."""
 
     starts: tuple[IncarnationStart, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -115,8 +115,8 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class TimelineWriter:
-    """Appends to the timeline of the run folder `run`, after what earlier incarnations
-    wrote. Raises OSError, but not for a full disk."""
+    """Appends to the timeline of the run folder `run`, after the lines of earlier
+    incarnations. Raises OSError, except for a full disk."""
 
     def __init__(self, run: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = run / TIMELINE_NAME
@@ -127,7 +127,7 @@ class TimelineWriter:
             self._file.append(b"\n")  # a killed run left half a line
 
     def write(self, entry: Entry) -> None:
-        """Writes a line at once, so that a killed run keeps it."""
+        """Write a line immediately, so that it survives a killed run."""
         fields: dict[str, Any] = {
             "kind": _KIND_OF[type(entry)],
             **msgspec.to_builtins(entry),
@@ -151,7 +151,7 @@ class TimelineWriter:
 
 
 def _rounded(value: Any) -> Any:
-    """Milliseconds and tenths of a thousandth are enough, and shorter."""
+    """Round to four decimals, which are enough and shorter."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
@@ -162,8 +162,8 @@ def _rounded(value: Any) -> Any:
 
 
 def read_timeline(run: Path) -> Timeline:
-    """The timeline of a run folder, empty if there is none. Lines that are torn, or
-    that this version does not know, are left out."""
+    """Read the timeline of a run folder, empty if there is none. Lines that are torn,
+    or unknown to this version, are skipped."""
     entries: list[Entry] = []
     for name in (EARLIER_NAME, TIMELINE_NAME):
         try:

@@ -1,8 +1,9 @@
 """The run's own copy of its tokenizer, so that a copied folder shows text without the
 model.
 
-Invariant: a file of the copy is whole or not there. Files that are too large are left
-out; the reader then has no text, which is not an error."""
+Invariant: a file of the copy is whole or absent. Files that are too large are left out;
+the reader then has no text, which is not an error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_NAME = "tokenizer"
-"""The folder, below the run's."""
+"""Name of the folder, below the run's."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,14 +36,13 @@ MAX_FILE_BYTES = 64 * 2**20
 _VOCABULARY = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How tokenizers of the SentencePiece kind write a byte that is no whole character."""
+"""Notation of SentencePiece tokenizers for a byte that is no whole character."""
 
 
 def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> None:
-    """Copies the tokenizer's files of the model folder `model` to `folder`, which is
-    made. A file that is there already with the same size stays. `chat_template`: the
-    text of the template that the run uses instead of the model's own. Raises
-    OSError."""
+    """Copy the tokenizer's files of the model folder `model` to `folder`, which is
+    created. An existing file of the same size stays. `chat_template` is the text of the
+    template that the run uses instead of the model's own. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         source = model / name
@@ -64,19 +64,18 @@ def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> Non
 
 
 class TokenReader:
-    """Texts of token ids."""
+    """Converts token ids to texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself. Bytes that are no whole character are
-        escapes such as "\\xf0", and an id that the vocabulary does not have is
-        "<id>"."""
+        """Return the text of each token by itself. Bytes that are no whole character
+        are escapes such as "\\xf0", and an id outside of the vocabulary is "<id>"."""
         return [self._text(int(token_id)) for token_id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of all together, special tokens included."""
+        """Return the text of all together, special tokens included."""
         return self._tokenizer.decode(
             [int(token_id) for token_id in ids], skip_special_tokens=False
         )
@@ -100,7 +99,7 @@ class TokenReader:
 
     @cached_property
     def _added(self) -> Mapping[int, str]:
-        """The texts of tokens that stand beside the vocabulary, as special ones do."""
+        """Texts of tokens outside of the vocabulary, such as special ones."""
         return {
             number: token.content
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -108,7 +107,7 @@ class TokenReader:
 
     @cached_property
     def _has_byte_letters(self) -> bool:
-        """Whether tokens are written with one letter for each byte, as GPT-2's are."""
+        """Whether tokens are written with one letter for each byte, like GPT-2's."""
         content: dict[str, Any] = json.loads(self._tokenizer.to_str())
         return "ByteLevel" in json.dumps(
             [content.get("decoder"), content.get("pre_tokenizer")]
@@ -116,8 +115,8 @@ class TokenReader:
 
 
 def token_reader(run: Path, model: Path | None = None) -> TokenReader | None:
-    """The reader of the run's own copy, else of the model folder `model`. None if
-    neither has a whole tokenizer.json."""
+    """Return the reader of the run's own copy, else of the model folder `model`. None
+    if neither has a whole tokenizer.json."""
     from tokenizers import Tokenizer
 
     for folder in (run / TOKENIZER_NAME, model):
@@ -132,9 +131,9 @@ def token_reader(run: Path, model: Path | None = None) -> TokenReader | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary: the byte's own
-    where Latin-1 has a printable letter there, and those from U+0100 on for the other
-    bytes, in order."""
+    """Return the letter that stands for each byte in a byte-level vocabulary: the
+    byte's own where Latin-1 has a printable letter there, and those from U+0100 on for
+    the other bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,9 +1,10 @@
-"""What each training step did with each sampled token: its advantage, and the trainer's
-log-prob of it.
+"""The advantage of each sampled token in each training step, and the trainer's log-prob
+of it.
 
-There is one file per step, whole or not there: NumPy's .npz with the turns' arrays one
+There is one file per step, whole or absent: NumPy's .npz with the turns' arrays one
 after the other. Invariant: a turn's arrays have one entry for each token that it
-sampled, in order."""
+sampled, in order.
+"""
 
 import os
 import zipfile
@@ -26,11 +27,11 @@ class TrainedTurn:
     turn_id: str
     trained_N: NDArray[np.bool_]
     advantages_N: NDArray[np.float32]
-    """0 where a token is not trained."""
+    """0 at untrained tokens."""
     logprobs_N: NDArray[np.float32]
-    """The trainer's, in nats, at the temperature of the row: under the policy before
-    the step where that was computed, else of the pass that was trained. NaN where there
-    is none."""
+    """The trainer's, in nats, at the temperature of the sample: under the policy before
+    the step where that was computed, else from the trained pass. NaN where there is
+    none."""
 
 
 def tokens_path(folder: Path, step: int) -> Path:
@@ -38,7 +39,7 @@ def tokens_path(folder: Path, step: int) -> Path:
 
 
 def write_trained_tokens(folder: Path, step: int, turns: Sequence[TrainedTurn]) -> None:
-    """Writes the file of a step, also over an earlier one. Raises OSError."""
+    """Write the file of a step, replacing an earlier one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [len(turn.trained_N) for turn in turns]
     path = tokens_path(folder, step)
@@ -67,8 +68,8 @@ def _joined(
 
 
 def read_trained_tokens(folder: Path, step: int) -> Mapping[str, TrainedTurn]:
-    """The turns of a step by id; none if the step has no file. Raises RunStoreError for
-    a file that is damaged or of a later version."""
+    """Return the turns of a step by id; none if the step has no file. Raises
+    RunStoreError for a file that is damaged or of a later version."""
     path = tokens_path(folder, step)
     if not path.is_file():
         return {}
@@ -110,7 +111,7 @@ def read_trained_tokens(folder: Path, step: int) -> Mapping[str, TrainedTurn]:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps that have a file, ascending."""
+    """Return the steps that have a file, ascending."""
     steps: list[int] = []
     for path in folder.glob("step-*.npz"):
         number = path.stem.removeprefix("step-")
@@ -120,8 +121,8 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def forget_steps(folder: Path, *, after_step: int) -> None:
-    """Removes the files of later steps than the one that a run resumes from: those
-    steps are lost. Raises OSError."""
+    """Remove the files of later steps than the one that a run resumes from: those steps
+    are lost. Raises OSError."""
     for step in recorded_steps(folder):
         if step > after_step:
             tokens_path(folder, step).unlink(missing_ok=True)

@@ -149,14 +149,13 @@ class TrainConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Most packed tokens of a micro-batch of several rows, on all context-parallel
-        ranks together."""
+        """Maximum number of packed tokens of a micro-batch of several rows, on all
+        context-parallel ranks together."""
         return self.max_tokens_per_microbatch * self.context_parallel_size
 
     @property
     def records_experts(self) -> bool:
-        """Whether engines report which experts computed the tokens that they
-        sampled."""
+        """Whether engines report the experts that computed their sampled tokens."""
         return self.routing_replay == "engine"
 
     def check_model(
@@ -165,8 +164,8 @@ class TrainConfig(Section):
         needs: Needs = NO_NEEDS,
         critic: CriticConfig | None = None,
     ) -> None:
-        """Raises ConfigError where these settings do not fit the model: its layers,
-        heads or experts. `needs`: of the objective, where there is one."""
+        """Raise ConfigError if these settings do not fit the model: its layers, heads
+        or experts. `needs` are those of the objective, if there is one."""
         self.layout.check(model)
         of_critic = self.critic_layout(critic)
         if of_critic is not None:
@@ -231,12 +230,13 @@ class TrainConfig(Section):
         )
 
     def critic_layout(self, critic: CriticConfig | None) -> ParallelLayout | None:
-        """Of the ranks that the critic has for itself; None: it has none."""
+        """Return the layout of the critic's separate ranks; None: it has none."""
         if critic is None or critic.data_parallel_size is None:
             return None
         return replace(self.layout, data=critic.data_parallel_size)
 
     def num_ranks(self, critic: CriticConfig | None) -> int:
-        """Of the policy, and of a critic that has ranks of its own."""
+        """Return the number of ranks of the policy, and of a critic on separate
+        ranks."""
         of_critic = self.critic_layout(critic)
         return self.layout.world_size + (of_critic.world_size if of_critic else 0)

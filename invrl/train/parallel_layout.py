@@ -1,5 +1,5 @@
-"""How the trainer's ranks divide the model and the data: one type, from the settings to
-Megatron's groups.
+"""Division of the model and the data among the trainer's ranks: one type, from the
+settings to Megatron's groups.
 
 The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come
 context-parallel ranks, then data-parallel replicas, then pipeline stages. Imports
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank's place on each axis of a layout."""
+    """Position of a rank on each axis of a layout."""
 
     tensor: int
     context: int
@@ -38,26 +38,26 @@ class ParallelLayout:
     """Ranks that divide every layer's heads, its MLP, and the vocabulary; between
     layers they divide the tokens (Megatron's sequence parallelism)."""
     context: int = 1
-    """Ranks that divide the tokens of every micro-batch, so that a row may be as many
+    """Ranks that divide the tokens of every micro-batch, which allows rows as many
     times longer. Each has the weights of its stage, and in attention the keys and
     values of all tokens."""
     data: int = 1
     """Replicas of the model, each of which trains on its own shard of a batch."""
     pipeline: int = 1
-    """Stages that divide the layers. The first has the embedding too, the last the
+    """Stages that divide the layers. The first also has the embedding, the last the
     projection onto the vocabulary and the loss."""
     first_stage_layers: int = 0
-    """Layers of the first stage; 0: as many as each of the others has."""
+    """Layers of the first stage; 0: as many as the others."""
     last_stage_layers: int = 0
-    """Layers of the last stage; 0: as many as each of the others has."""
+    """Layers of the last stage; 0: as many as the others."""
     virtual_pipeline: int = 1
-    """Chunks of neighbouring layers that each stage has. With more than one, a
-    micro-batch passes all stages as often, and stages wait less for each other
-    (Megatron's interleaved schedule)."""
+    """Chunks of neighbouring layers of each stage. With more than one, a micro-batch
+    passes all stages as often, and stages wait less for each other (Megatron's
+    interleaved schedule)."""
     expert: int = 1
     """Ranks that divide the experts of every layer, and send each other the tokens that
     these compute. They are neighbours among the tensor-, context- and data-parallel
-    ranks of a pipeline stage, to whose number they do not add. No rank divides a single
+    ranks of a pipeline stage, and do not add to their number. No rank divides a single
     expert."""
 
     @property
@@ -74,15 +74,16 @@ class ParallelLayout:
         )
 
     def replica(self, data: int) -> Sequence[int]:
-        """The ranks that compute a shard of a batch together, in ascending order."""
+        """Return the ranks that compute a shard of a batch together, in ascending
+        order."""
         ranks = range(self.world_size)
         return tuple(rank for rank in ranks if self.coordinates(rank).data == data)
 
     def model_copy(self, data: int) -> Sequence[int]:
-        """The ranks that hold one copy of the model together, in ascending order: those
-        of a replica, or of neighbouring ones whose ranks divide the experts. (Under
-        context parallelism several ranks have the same weights.) They take part in each
-        other's forward passes. The first collects the weights."""
+        """Return the ranks that hold one copy of the model together, in ascending
+        order: those of a replica, or of neighbouring ones whose ranks divide the
+        experts. (Under context parallelism several ranks have the same weights.) They
+        take part in each other's forward passes. The first collects the weights."""
         num_replicas = max(1, self.expert // (self.tensor * self.context))
         first = data - data % num_replicas
         replicas = range(first, first + num_replicas)
@@ -93,18 +94,18 @@ class ParallelLayout:
         )
 
     def tensor_group(self, rank: int) -> Sequence[int]:
-        """The ranks that divide the rank's heads, MLPs and part of the vocabulary with
-        it, in the order of their parts."""
+        """Return the ranks that divide heads, MLPs and vocabulary with this rank, in
+        the order of their parts."""
         first = rank - self.coordinates(rank).tensor
         return range(first, first + self.tensor)
 
     def reporter(self, data: int) -> int:
-        """The rank that answers for a replica: one of its last stage, which has loss
-        and log-probs."""
+        """Return the rank that reports for a replica: one of its last stage, which has
+        loss and log-probs."""
         return self.replica(data)[-1]
 
     def layers_of(self, pipeline: int, num_layers: int) -> Sequence[range]:
-        """The layers of each chunk of a pipeline stage."""
+        """Return the layers of each chunk of a pipeline stage."""
         sizes = [
             layers // self.virtual_pipeline
             for layers in self._layers_by_stage(num_layers)
@@ -116,7 +117,7 @@ class ParallelLayout:
         return chunks
 
     def chunk_sizes(self, num_layers: int) -> set[int]:
-        """The numbers of layers that chunks have."""
+        """Return the numbers of layers of the chunks."""
         return {
             len(chunk)
             for stage in range(self.pipeline)
@@ -124,8 +125,8 @@ class ParallelLayout:
         }
 
     def _layers_by_stage(self, num_layers: int) -> list[int]:
-        """The number of layers of each pipeline stage. Where stages do not divide the
-        layers, some are left over."""
+        """Return the number of layers of each pipeline stage. If stages do not divide
+        the layers, some are left over."""
         own_numbers = self._own_numbers()
         num_others = self.pipeline - len(own_numbers)
         equal_part = 0
@@ -134,8 +135,7 @@ class ParallelLayout:
         return [own_numbers.get(stage, equal_part) for stage in range(self.pipeline)]
 
     def _own_numbers(self) -> dict[int, int]:
-        """Stage -> its number of layers, of those that have another number than the
-        rest."""
+        """Map a stage to its number of layers, for those that differ from the rest."""
         own_numbers: dict[int, int] = {}
         if self.first_stage_layers:
             own_numbers[0] = self.first_stage_layers
@@ -144,9 +144,8 @@ class ParallelLayout:
         return own_numbers
 
     def check(self, model: HuggingFaceConfig) -> None:
-        """Raises ConfigError where the layout does not divide the model, with the
-        numbers that would fit, and where the installed Megatron would compute it
-        wrongly."""
+        """Raise ConfigError if the layout does not divide the model, with the numbers
+        that would fit, or if the installed Megatron would compute it wrongly."""
         divided = {
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
@@ -228,7 +227,8 @@ class ParallelLayout:
         return sum(layers_by_stage) == num_layers and min(layers_by_stage) > 0
 
     def _undivided(self, num_layers: int) -> ConfigError:
-        """For stages whose numbers of layers are not those of the model together."""
+        """Return the error for stages whose numbers of layers do not add up to the
+        model's."""
         end = (
             "first"
             if self.first_stage_layers and not self.last_stage_layers
@@ -269,9 +269,9 @@ class ParallelLayout:
     def _fitting_end(
         self, num_layers: int, end: Literal["first", "last"]
     ) -> int | None:
-        """A number of layers for the first or the last stage with which the others have
-        equal parts, as near as possible to theirs, and virtual stages divide them all.
-        None: there is none."""
+        """Return a number of layers for the first or the last stage with which the
+        others have equal parts, as near as possible to theirs, and virtual stages
+        divide them all. None: there is none."""
         fitting: list[int] = []
         for layers in range(1, num_layers):
             candidate = replace(self, **{f"{end}_stage_layers": layers})
@@ -289,14 +289,14 @@ class ParallelLayout:
 
 
 def _divisors(number: int) -> str:
-    """All divisors, in words."""
+    """Return all divisors, in words."""
     return _in_words(
         [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     )
 
 
 def _in_words(numbers: Sequence[int]) -> str:
-    """Those that would fit."""
+    """Format the numbers that would fit."""
     words = [str(number) for number in numbers]
     if len(words) == 1:
         return f"only {words[0]}"

@@ -15,7 +15,7 @@ from invrl.types.weights import WeightVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """What the buffer hands to the loop: whole groups, by id. Their tokens are read
+    """Whole groups, by id, that the buffer hands to the loop. Their tokens are read
     from the store."""
 
     batch_id: int
@@ -27,8 +27,8 @@ class TakenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpan:
-    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from
-    the grammar's beginning."""
+    """Tokens [start, end) of a sample that were sampled under `grammar` (as in `Turn`),
+    from the grammar's beginning."""
 
     start: int
     end: int
@@ -36,21 +36,21 @@ class GrammarSpan:
 
 
 SOLVED_NUMBER = "solved"
-"""The number of a row that is 1 if its rollout solved its task, else 0, where the
-objective reads it."""
+"""Number of a sample: 1 if its rollout solved its task, else 0. Set if the objective
+reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
-    """One flat row of training data: a branch of a rollout."""
+    """One training sample, flat: a trajectory of a rollout."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
-    """Whether token t was sampled and is trained in this row."""
+    """Whether token t was sampled and is trained in this sample."""
     rollout_logprobs_T: NDArray[np.float32]
     """The engine's log-prob of token t in nats; 0 where the loss mask is False."""
     versions_T: NDArray[np.int32]
-    """The weight version that sampled token t; -1 where the loss mask is False."""
+    """Weight version that sampled token t; -1 where the loss mask is False."""
     reward: float
     temperature: float
     group_id: str
@@ -58,19 +58,19 @@ class TrainSample:
     attempt: int
     turn_ids: tuple[str, ...]
     turn_spans: tuple[tuple[int, int], ...] = ()
-    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made
-    of turns."""
+    """Tokens [start, end) that each of these turns sampled. Empty: the sample was not
+    made of turns."""
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
-    """The experts that computed token t in the engine; None: they were not recorded."""
+    """Experts that computed token t in the engine; None: not recorded."""
     top_logprobs: TopLogprobs | None = None
-    """The tokens that the engine's policy held likeliest in the place of token t; none
-    where the loss mask is False. None: they were not recorded."""
+    """Likeliest tokens under the engine's policy at token t; none where the loss mask
+    is False. None: not recorded."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """More numbers of token t, by name: log-probs of a teacher, process rewards, the
+    """Further numbers of token t by name: log-probs of a teacher, process rewards, the
     user's own."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """More numbers of the whole row, by name."""
+    """Further numbers of the whole sample by name."""
 
     def __post_init__(self) -> None:
         if self.experts_TLK is not None:
@@ -92,18 +92,19 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCounts:
-    """How much a mini-batch trains, over all ranks: the denominators of its loss. What
-    has no trained token is not counted."""
+    """Counts of a mini-batch's trained parts over all ranks: the denominators of its
+    loss. Parts without a trained token do not count."""
 
     tokens_of_rollout: Mapping[str, int]
-    """By rollout id. A rollout may have several rows, also on several ranks."""
+    """Trained tokens by rollout id. A rollout may have several samples, also on several
+    ranks."""
     tokens_of_group: Mapping[str, int]
-    """By group id."""
+    """Trained tokens by group id."""
     group_of_rollout: Mapping[str, str]
     """Rollout id -> group id."""
     rows: int
     solved_tokens: int = 0
-    """Of rows whose number `solved` is 1."""
+    """Tokens of samples whose number `solved` is 1."""
 
     @property
     def tokens(self) -> int:
@@ -159,7 +160,7 @@ class TrainBatch:
     advantages: tuple[NDArray[np.float32], ...]
     """One array [T] per sample; 0 where its loss mask is False."""
     counts: TrainedCounts | None = None
-    """Of the whole mini-batch that these samples are a share of. None: the samples are
+    """Counts of the whole mini-batch of which these samples are a share. None: they are
     all of it."""
 
     def __post_init__(self) -> None:
@@ -172,5 +173,5 @@ class TrainBatch:
 
     @property
     def trained(self) -> TrainedCounts:
-        """Of the whole mini-batch, for a share as well."""
+        """Counts of the whole mini-batch, for a share as well."""
         return self.counts or TrainedCounts.of(self.samples)

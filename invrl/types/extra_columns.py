@@ -1,11 +1,11 @@
-"""Extra columns: numbers that a rollout is given beside its reward, such as process
+"""Extra columns: numbers of a rollout in addition to its reward, such as process
 rewards, weights or a verifier's score. The setting `extra_columns` declares each of
 them once, by name and level.
 
-Invariant: a name that is declared can be a column of a training row beside those that
-invrl computes itself. Numbers are checked against the declaration by the gateway, where
-they arrive (`gateway/sessions/number_checks.py`), and become columns and numbers of
-rows in `buffer/training_samples.py`.
+Invariant: a declared name can be a column of a training sample next to those that invrl
+computes itself. The gateway checks numbers against the declaration where they arrive
+(`gateway/sessions/number_checks.py`), and `buffer/training_samples.py` makes them
+columns and numbers of samples.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 Level = Literal["token", "turn", "rollout"]
-"""What has a number of its own: each sampled token of a turn, each turn, or the whole
+"""Unit that has a number: each sampled token of a turn, each turn, or the whole
 rollout."""
 
 RESERVED_NAMES = frozenset(
@@ -37,11 +37,9 @@ RESERVED_NAMES = frozenset(
         "values",
     }
 )
-"""Columns and numbers of a row that invrl computes itself."""
+"""Columns and numbers of a sample that invrl computes itself."""
 MAX_COLUMNS = 64
-"""Most columns that a run may declare."""
 MAX_COLUMN_NAME = 64
-"""Most characters of a column's name."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """Largest absolute number: losses compute with float32."""
 
@@ -53,30 +51,30 @@ class ExtraColumn:
     name: str
     level: Level
     default: float = 0.0
-    """The number of a token, turn or rollout that was given none."""
+    """Number of a token, turn or rollout that was given none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraNumbers:
-    """Numbers that are attached to a rollout, by the names of their columns."""
+    """Numbers of a rollout by the names of their columns."""
 
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of the rollout."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By turn, then by name. A turn is named by its id, or by the id of its answer."""
+    """Numbers by turn, then by name. A turn is named by its id, or by the id of its
+    reply."""
     token_numbers: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=dict
     )
-    """By turn, then by name: one number for each token that the turn sampled."""
+    """Numbers by turn, then by name: one for each token that the turn sampled."""
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.turn_numbers or self.token_numbers)
 
 
 def parse_extra_columns(entries: Iterable[str]) -> dict[str, ExtraColumn]:
-    """Parses entries NAME:LEVEL or NAME:LEVEL=DEFAULT. By name, in the given order.
-    Raises ValueError for any other entry, for a reserved name, and for a name that is
-    given twice."""
+    """Parse entries NAME:LEVEL or NAME:LEVEL=DEFAULT into columns by name, in the given
+    order. Raises ValueError for any other entry, a reserved name, or a repeated
+    name."""
     columns: dict[str, ExtraColumn] = {}
     for entry in entries:
         column = _parse_entry(entry)

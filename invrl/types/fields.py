@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def same_length(**arrays: NDArray[np.generic]) -> int:
-    """The common length of the arrays. Raises ValueError where lengths differ."""
+    """Return the common length of the arrays. Raises ValueError if lengths differ."""
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"lengths differ: {lengths}")
@@ -17,9 +17,9 @@ def same_length(**arrays: NDArray[np.generic]) -> int:
 
 
 def field_values(instance: Any, of: type | None = None) -> dict[str, Any]:
-    """The fields of a dataclass by name, for the constructor of another one that has
-    them too. `of`: only the fields of this base class. Unlike `dataclasses.asdict`,
-    fields that are dataclasses stay what they are."""
+    """Return the fields of a dataclass by name, for the constructor of another that has
+    them too. `of` selects the fields of that base class. Unlike in
+    `dataclasses.asdict`, dataclass fields are not converted."""
     return {
         member.name: getattr(instance, member.name) for member in fields(of or instance)
     }

@@ -7,8 +7,8 @@ from invrl.types.tasks import Task
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rollout in the run: its group, its index in the group, and the
-    number of the attempt at that index. No two rollouts have the same place."""
+    """The place of a rollout in the run: its group, its index in the group, and the
+    number of the attempt at that index. No two rollouts share a place."""
 
     group_id: str
     index: int
@@ -25,7 +25,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLease:
-    """Work that the buffer hands out: run these members of this group. A later lease of
+    """Work handed out by the buffer: run these members of this group. A later lease of
     the same group holds the replacements of members that failed."""
 
     group_id: str

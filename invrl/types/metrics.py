@@ -1,4 +1,4 @@
-"""Metrics are values that know how they are reduced.
+"""Metrics: values that know their own reduction.
 
 Ranks and micro-batches return them, `merge` adds them up, and `resolve` turns them into
 floats. `timed` measures phases. The sinks that write metrics are in
@@ -66,7 +66,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Reduces metrics of the same name. Raises TypeError where their kinds differ."""
+    """Reduce metrics of the same name. Raises TypeError if their kinds differ."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -83,13 +83,13 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def resolve(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Plain numbers for a sink, under `prefix` + name."""
+    """Return plain numbers for a sink, under `prefix` + name."""
     return {prefix + name: metric.value() for name, metric in metrics.items()}
 
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the seconds that the block took to `seconds[phase]`."""
+    """Add the seconds that the block took to `seconds[phase]`."""
     start = time.monotonic()
     try:
         yield

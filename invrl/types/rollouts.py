@@ -26,22 +26,22 @@ class RolloutSummary(RolloutIdentity):
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
     prompt_tokens: int
-    """Prompt tokens over all turns, as the engine counted them (cached tokens
-    included)."""
+    """Prompt tokens over all turns, as the engine counted them (including cached
+    ones)."""
     cached_tokens: int
     later_prompt_tokens: int
-    """Prompt tokens of all turns but the first of each branch."""
+    """Prompt tokens of all turns but the first of each trajectory."""
     later_cached_tokens: int
     sampled_tokens: int
     delivered_tokens: int = 0
-    """Sampled tokens of turns whose answer reached its client whole."""
+    """Sampled tokens of turns whose whole reply reached its client."""
     auxiliary_tokens: int = 0
-    """Sampled tokens of conversations beside the main one (titles, summaries)."""
+    """Sampled tokens of conversations other than the main one (titles, summaries)."""
     trained_tokens: int
     """Sampled tokens that may be trained: of delivered turns that were not aborted and
     are not below an untrained root."""
     truncated: bool
-    """Some turn ended because it reached its token limit."""
+    """Whether some turn ended at its token limit."""
     oldest_version: WeightVersion
     newest_version: WeightVersion
     forks: int
@@ -53,28 +53,26 @@ class RolloutSummary(RolloutIdentity):
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
     """Turn id -> reward of that single turn, for its tokens."""
     branch_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Turn id -> reward of the branches through that turn. Of two on one branch the
-    later one counts."""
+    """Turn id -> reward of the trajectories through that turn. Of two on one trajectory
+    the later counts."""
     turn_levels: Mapping[str, str] = field(default_factory=dict)
     """Turn id -> level, for the turns in the two mappings above: "main/N" for a turn of
-    the session itself, "child/N" for a turn of a child session, where N turns come
-    before it on its branch."""
+    the session itself, "child/N" for a turn of a child session, with N turns before it
+    on its trajectory."""
     child_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Session id -> reward, of every child session whose turns belong to this rollout;
-    its own reward or an inherited one."""
+    """Session id -> reward of every child session whose turns belong to this rollout,
+    its own or inherited."""
     child_reward_from: Mapping[str, str] = field(default_factory=dict)
     """Child session id -> the session that was given this reward: the child itself, or
-    the ancestor from which it inherits."""
+    the ancestor it inherits from."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of extra columns that have one number per rollout, by name, as far as they were
-    given."""
+    """Numbers of rollout-level extra columns by name, if given."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Turn id -> name -> number, of extra columns that have one number per turn."""
+    """Turn id -> name -> number of turn-level extra columns."""
     failure: FailureReason | None = None
-    """Set where the rollout failed but counts, with the reward that the run gives to
-    such failures."""
+    """Set if the rollout failed but counts, with the run's reward for such failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,32 +82,30 @@ class Rollout:
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
-    """By turn id, where the run records them: one row for each of the turn's tokens,
-    the experts of the pass that predicted it."""
+    """Experts by turn id, if the run records them: one row for each of the turn's
+    tokens, the experts of the pass that predicted it."""
     token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(
         default_factory=dict
     )
-    """Turn id -> name -> one number for each sampled token, of extra columns that have
-    one per token."""
+    """Turn id -> name -> one number for each sampled token, of token-level extra
+    columns."""
     top_logprobs: Mapping[str, TopLogprobs] = field(default_factory=dict)
-    """By turn id, where the run records them: the likeliest tokens in the place of each
-    sampled one."""
+    """Likeliest tokens at each sampled one by turn id, if the run records them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRollout(RolloutIdentity):
-    """A session that ended without a usable reward, and why."""
+    """A session that ended without a usable reward."""
 
     outcome: Literal["failed"] = "failed"
     reason: FailureReason
     detail: str
     partial: RolloutSummary | None = None
-    """The summary that counts if the run gives such failures a reward; its own reward
-    is 0 until then. None if there is no token to train."""
+    """Summary that counts if the run gives such failures a reward; its own reward is 0
+    until then. None if there is no token to train."""
 
 
 Outcome = RolloutSummary | FailedRollout
-"""How a rollout ended, as the buffer records it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The experts of a model that computed a token, as one row of numbers per layer."""
+"""Experts of a model that computed a token, as one row of numbers per layer."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ experts that are unknown."""
 
 
 def experts_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest dtype that has a number for each expert of a layer, and one for
+    """Return the smallest dtype with a number for each expert of a layer, and one for
     unknown experts."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 def unknown_expert(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
-    """What stands for unknown experts."""
+    """Return the number that stands for unknown experts."""
     return int(np.iinfo(dtype).max)

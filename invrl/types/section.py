@@ -24,13 +24,13 @@ def _split_at_commas(value: object) -> object:
 
 
 Text = Annotated[str, Field(min_length=1)]
-"""A text that is not empty: no text is the absence of the setting."""
+"""A non-empty text; an absent text is None."""
 COMMA_SEPARATED = BeforeValidator(_split_at_commas)
 """Annotates a tuple field that is an array in TOML and "a,b" as a flag."""
 
 
 class Choice(NamedTuple):
-    """The values of a setting that read a table."""
+    """Values of a setting that read a table."""
 
     setting: str
     values: tuple[str, ...]
@@ -42,7 +42,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     chosen_by: ClassVar[Mapping[str, Choice]] = {}
-    """The optional tables that hold the settings of a choice."""
+    """Optional tables that hold the settings of a choice."""
     kinds: ClassVar[Mapping[str, "type[Section]"]] = {}
     """The models of a section that has one of several, by the name of each."""
     plain_flags: ClassVar[Collection[str] | None] = None
@@ -52,7 +52,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_absence(cls, values: Any) -> Any:
-        """Reads `false` as the absence of an optional setting."""
+        """Read `false` as the absence of an optional setting."""
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields
@@ -79,7 +79,7 @@ def is_optional(field: FieldInfo) -> bool:
 
 
 def present_type(field: FieldInfo) -> Any:
-    """The type of a setting where it is not absent."""
+    """Return the type of a setting where it is present."""
     present = field.annotation
     if is_optional(field):
         [present] = [part for part in get_args(present) if part is not NoneType]
@@ -99,15 +99,15 @@ def tables_of(section: type[Section]) -> Mapping[str, type[Section]]:
 
 
 def merged(below: object, above: Mapping[str, object]) -> dict[str, object]:
-    """A table over the same table from an earlier source."""
+    """Merge a table over the same table from an earlier source."""
     return {**below, **above} if isinstance(below, Mapping) else dict(above)
 
 
 def with_choices(
     section: type[Section], values: Mapping[str, Any], given: Collection[str]
 ) -> dict[str, Any]:
-    """The values of a section with a choice beside each table, and a table beside each
-    choice that reads one. `given`: the settings that come from no preset."""
+    """Add a choice for each table, and a table for each choice that reads one. `given`
+    are the settings that come from no preset."""
     chosen = dict(values)
     for table, choice in section.chosen_by.items():
         value = chosen.get(choice.setting)

@@ -7,7 +7,6 @@ from typing import Literal
 from invrl.types.leases import Place
 
 Purpose = Literal["train", "eval", "serve"]
-"""What a session is for."""
 
 
 MAX_REWARD = 1e9
@@ -16,18 +15,17 @@ would overflow."""
 
 
 MAX_REWARD_COMPONENTS = 256
-"""Most named parts that one reward may have."""
+"""Maximum number of named parts of a reward."""
 
 
 MAX_NAME_LENGTH = 512
-"""Most characters of a name that crosses the session API: ids, components of a
-reward."""
+"""Maximum length of a name in the session API: ids, components of a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. The log-probs that the engine returns are computed after
-    `temperature` and before `top_p`."""
+    """Sampling parameters. The engine's log-probs are computed after `temperature` and
+    before `top_p`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,7 +34,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How much a session may use: turns, sampled tokens, seconds since it was opened,
+    """Limits of a session: turns, sampled tokens, seconds since it was opened,
     concurrent calls."""
 
     max_turns: int = 10_000
@@ -47,7 +45,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutIdentity:
-    """Which rollout something belongs to, and the session in which it runs."""
+    """The rollout that something belongs to, and its session."""
 
     session_id: str
     task_id: str
@@ -62,8 +60,7 @@ class RolloutIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """What a session is opened for, and what it may use. Sessions that are opened
-    together have the same terms."""
+    """Purpose and limits of a session. Sessions opened together have the same terms."""
 
     task_id: str
     group_id: str
@@ -74,8 +71,8 @@ class SessionTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(SessionTerms):
-    """One rollout's right to sample: whoever has `key` may sample in this session and
-    in no other."""
+    """The right of one rollout to sample: the holder of `key` may sample in this
+    session only."""
 
     id: str
     key: str
@@ -83,7 +80,7 @@ class Session(SessionTerms):
     index: int
     attempt: int
     parent_id: str = ""
-    """The session that opened this one for a sub-agent. Both have the same index and
+    """Session that opened this one for a sub-agent. Both have the same index and
     attempt in the group, and one outcome ends both."""
 
     @property
@@ -103,8 +100,8 @@ class Session(SessionTerms):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A reward and its named parts: for the session, or for one of its turns or
-    branches (by turn id)."""
+    """A reward and its named parts: of the session, or of one of its turns or
+    trajectories (by turn id)."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""Ids of tasks: which can be used, and how tasks of a run that come back are told
-apart."""
+"""Ids of tasks: which are valid, and how repeated tasks of a run are told apart."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,11 +19,11 @@ class DistinctIds:
     "id@n"."""
 
     def __init__(self, occurrences: Mapping[str, int] | None = None) -> None:
-        """`occurrences`: those of a sequence that is continued."""
+        """`occurrences` are those of a sequence that is continued."""
         self._occurrences = Counter(occurrences or {})
 
     def distinct(self, task_id: str) -> str:
-        """The id under which the next task with this id goes."""
+        """Return the distinct id of the next task with this id."""
         num_before = self._occurrences[task_id]
         self._occurrences[task_id] += 1
         if num_before:
@@ -33,5 +32,5 @@ class DistinctIds:
 
     @property
     def occurrences(self) -> Mapping[str, int]:
-        """How often each id has come so far."""
+        """Number of times that each id has occurred so far."""
         return dict(self._occurrences)

@@ -1,8 +1,8 @@
-"""The state that a task source keeps over a resume, as `state()` returns it: what it
-may be. Pure.
+"""Validation of the state that a task source keeps over a resume (`state()`). Pure.
 
-It is stored in every checkpoint, so it is JSON that comes back unchanged, and not
-large."""
+It is stored in every checkpoint, so it is JSON that survives a round trip, and not
+large.
+"""
 
 import math
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _MAX_SHOWN_CHARS = 80
 
 
 class TaskStateError(ValueError):
-    """The state cannot be stored. The message says which part of it, and why."""
+    """The state cannot be stored. The message names the part and the reason."""
 
 
 def stored_state(state: object) -> Json:
-    """A copy of the state as a checkpoint gives it back. Raises TaskStateError unless
-    it is JSON that comes back unchanged and has at most `MAX_STATE_BYTES`."""
+    """Return a copy of the state as a checkpoint restores it. Raises TaskStateError
+    unless it is JSON that survives a round trip and has at most `MAX_STATE_BYTES`."""
     try:
         encoded = msgspec.json.encode(state)
         copy = msgspec.json.decode(encoded)
@@ -44,7 +44,7 @@ def stored_state(state: object) -> Json:
 
 
 def _fault(state: object) -> str:
-    """The first part of the state that is not JSON; "" if none is found."""
+    """Describe the first part of the state that is not JSON; "" if none is found."""
     try:
         return _fault_at(state, "state()")
     except RecursionError:

@@ -8,7 +8,7 @@ Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One item of a dataset: what a rollout is asked to do."""
+    """One item of a dataset: the task of a rollout."""
 
     id: str
     payload: Mapping[str, Json]

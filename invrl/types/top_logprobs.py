@@ -1,5 +1,5 @@
-"""The likeliest tokens in the place of each sampled one, as the engine that sampled it
-reports them."""
+"""The likeliest tokens at each sampled one, as reported by the engine that sampled
+it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_TOKEN = -1
-"""The id where there is no such token: nothing was sampled here, it was not recorded,
-or a grammar allowed fewer tokens. The log-prob beside it is minus infinity."""
+"""Id where there is no token: nothing was sampled here, it was not recorded, or a
+grammar allowed fewer tokens. Its log-prob is minus infinity."""
 MAX_TOP_LOGPROBS = 1000
-"""Most tokens that a run records in the place of each sampled one."""
+"""Maximum number of tokens recorded at each sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopLogprobs:
-    """The K likeliest tokens of each of T places, the likeliest first. Log-probs are in
-    nats, at the sampling temperature and among the tokens that a grammar allowed, as
-    the sampled token's."""
+    """The K likeliest tokens at each of T positions, the likeliest first. Log-probs are
+    in nats, at the sampling temperature and among the tokens that a grammar allowed,
+    like the sampled token's."""
 
     ids_TK: NDArray[np.int32]
     """`NO_TOKEN` where there is none."""
@@ -34,15 +34,14 @@ class TopLogprobs:
             )
 
     def __len__(self) -> int:
-        """T."""
         return len(self.ids_TK)
 
     @staticmethod
     def reported(
         ids_TK: NDArray[np.int32], logprobs_TK: NDArray[np.float32]
     ) -> TopLogprobs:
-        """As an engine reports them. What has no probability is no token that could
-        have been sampled."""
+        """Convert an engine's report. A token without probability could not have been
+        sampled, so it is none."""
         is_possible_TK = np.isfinite(logprobs_TK)
         return TopLogprobs(
             ids_TK=np.where(is_possible_TK, ids_TK, np.int32(NO_TOKEN)),
@@ -51,7 +50,7 @@ class TopLogprobs:
 
     @staticmethod
     def none(num_tokens: int, width: int) -> TopLogprobs:
-        """So many places [T, K] without a token."""
+        """Return T = `num_tokens` positions without a token."""
         shape = (num_tokens, width)
         return TopLogprobs(
             ids_TK=np.full(shape, NO_TOKEN, np.int32),
@@ -60,8 +59,7 @@ class TopLogprobs:
 
     @staticmethod
     def joined(parts: Sequence[TopLogprobs]) -> TopLogprobs:
-        """One after the other, as wide as the widest. Raises ValueError without a
-        part."""
+        """Concatenate, as wide as the widest. Raises ValueError without a part."""
         width = max(part.ids_TK.shape[1] for part in parts)
         widened = [part.widened(width) for part in parts]
         return TopLogprobs(
@@ -70,7 +68,7 @@ class TopLogprobs:
         )
 
     def widened(self, width: int) -> TopLogprobs:
-        """With so many columns, no fewer than it has."""
+        """Pad to this width, which is at least the current one."""
         missing = ((0, 0), (0, width - self.ids_TK.shape[1]))
         return TopLogprobs(
             ids_TK=np.pad(self.ids_TK, missing, constant_values=NO_TOKEN),
@@ -78,13 +76,13 @@ class TopLogprobs:
         )
 
     def at(self, places_N: NDArray[np.int64]) -> TopLogprobs:
-        """Those of these places."""
+        """Select these positions."""
         return TopLogprobs(
             ids_TK=self.ids_TK[places_N], logprobs_TK=self.logprobs_TK[places_N]
         )
 
     def where(self, mask_T: NDArray[np.bool_]) -> TopLogprobs:
-        """Without a token where the mask is False."""
+        """Remove the tokens where the mask is False."""
         return TopLogprobs(
             ids_TK=np.where(mask_T[:, None], self.ids_TK, np.int32(NO_TOKEN)),
             logprobs_TK=np.where(

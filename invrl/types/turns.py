@@ -10,13 +10,12 @@ from invrl.types.fields import same_length
 from invrl.types.weights import WeightVersion
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a generation ended: by itself, at its token limit, or because it was
-cancelled."""
+"""Reason that a generation ended: by itself, at its token limit, or cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens [start, end) of a turn were drawn under the weights of
+    """Sampled tokens [start, end) of a turn that were drawn under the weights of
     `version`."""
 
     version: WeightVersion
@@ -25,9 +24,8 @@ class VersionSpan:
 
 
 def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bool:
-    """Whether the tokens of a turn may be trained if its answer was delivered: it was
-    not aborted, and if a grammar constrained it, the grammar is known, so that the
-    trainer can apply it too."""
+    """Whether the tokens of a delivered turn may be trained: it was not aborted, and
+    any grammar that constrained it is known, so that the trainer can apply it too."""
     if finish_reason == "abort":
         return False
     return not constrained or has_grammar
@@ -35,9 +33,9 @@ def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One generation. The engine consumed the ids of the path up to this turn, then
-    `context_ids_T`, and emitted `sampled_ids_T`: the turns of a path, concatenated, are
-    exactly the ids that the engine saw."""
+    """One generation. The engine consumed the ids of the trajectory up to this turn,
+    then `context_ids_T`, and emitted `sampled_ids_T`: the concatenated turns of a
+    trajectory are exactly the ids that the engine saw."""
 
     id: str
     session_id: str
@@ -45,33 +43,33 @@ class Turn:
     context_ids_T: NDArray[np.int32]
     sampled_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
-    """Of the sampled ids, in nats."""
+    """Log-probs of the sampled ids, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Tile the sampled ids, without gaps."""
+    """Cover the sampled ids without gaps."""
     finish_reason: FinishReason
     request_digest: str
     delivered: bool
-    """The answer reached its client whole."""
+    """Whether the whole reply reached its client."""
     temperature: float
     prompt_tokens: int
     cached_tokens: int
-    """Those of the prompt tokens whose keys and values the engine had cached."""
+    """Prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
-    """Why this turn departs from what was recorded: it is a further root, or it
+    """Reason that this turn departs from the recording: it is a further root, or it
     branches off before a reply that the client replaced. "" for a first turn and for a
     turn that continues its parent."""
     started_at: float
     finished_at: float
     constrained: bool = False
-    """A grammar restricted the tokens (forced tool call, JSON schema): `logprobs_T` are
-    those of the model's distribution over the tokens that the grammar allowed."""
+    """Whether a grammar restricted the tokens (forced tool call, JSON schema).
+    `logprobs_T` are then of the model's distribution over the allowed tokens."""
     grammar: str = ""
-    """For a constrained turn that may be trained: the grammar, as JSON of SGLang's
-    sampling parameter."""
+    """Grammar of a constrained turn that may be trained, as JSON of SGLang's sampling
+    parameter."""
 
     @property
     def trainable(self) -> bool:
-        """Whether its tokens may be trained, once it is known to be `delivered`."""
+        """Whether its tokens may be trained once it is `delivered`."""
         return is_trainable(self.finish_reason, self.constrained, bool(self.grammar))
 
     def __post_init__(self) -> None:
@@ -92,7 +90,7 @@ class Turn:
 
     @property
     def versions_T(self) -> NDArray[np.int32]:
-        """The weight version of each sampled token."""
+        """Weight version of each sampled token."""
         versions_T = np.empty(len(self.sampled_ids_T), np.int32)
         for span in self.spans:
             versions_T[span.start : span.end] = span.version
@@ -101,7 +99,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """One root-to-leaf branch of a session's turns."""
+    """One root-to-leaf path of a session's turns."""
 
     turns: tuple[Turn, ...]
 

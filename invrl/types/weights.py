@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 WeightVersion = NewType("WeightVersion", int)
-"""The number of batches that these weights were trained on, which is the step; 0 is the
+"""Number of batches that the weights were trained on, which is the step; 0 is the
 initial model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's
-    name ("bfloat16")."""
+    """An exported weight: its Hugging Face name, its shape, and torch's name of its
+    dtype ("bfloat16")."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """What one committed weight update did. Gaps are in nats."""
+    """Result of one committed weight update. Gaps are in nats."""
 
     version: WeightVersion
     num_bytes: int
@@ -34,5 +34,5 @@ class WeightUpdate:
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)
-    """Name -> reason, of the engines that failed while others did not. They must leave
-    the fleet."""
+    """Name -> reason of engines that failed while others did not. They must leave the
+    fleet."""

@@ -1,5 +1,5 @@
-"""Which fields of a request's body count: a table per dialect, and what happens to all
-other fields. Pure.
+"""Fields of a request's body: a table per dialect, and the handling of all other
+fields. Pure.
 
 A field is honoured, refused or ignored:
 - honoured: the dialect's structures have it.
@@ -9,8 +9,9 @@ A field is honoured, refused or ignored:
   for nothing (null, false, 0, empty) is accepted. A name that looks like a misspelt
   sampling parameter is refused as well.
 - ignored: everything else, up to `_MAX_UNKNOWN_FIELDS` fields of a body. Its name is
-  reported to whoever runs the gateway (`GET /sessions/ID`, and once in the log), unless
-  our own answers carry it: clients send answers back as they got them."""
+  reported to the gateway's operator (`GET /sessions/ID`, and once in the log), unless
+  our own answers carry it: clients send answers back as they got them.
+"""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -79,9 +80,9 @@ SAMPLING_EXTENSIONS: Mapping[str, Sequence[Any]] = {
     "transforms": (),
     "plugins": (),
 }
-"""Sampling parameters that servers of open models accept beside OpenAI's, and fields of
-theirs that change the prompt. The values are those, besides the falsy ones, that ask
-for what happens anyway."""
+"""Sampling parameters that servers of open models accept in addition to OpenAI's, and
+their fields that change the prompt. The values are those, besides falsy ones, that
+request the default behaviour."""
 _SAMPLING_NAMES = (
     "temperature",
     "top_p",
@@ -99,22 +100,21 @@ _SAMPLING_NAMES = (
     "stop",
     "stop_sequences",
 )
-"""Sampling parameters of one API or another. A dialect refuses those that are not its
-own."""
+"""Sampling parameters of any API. A dialect refuses those that it lacks."""
 _MISSPELT_SIMILARITY = 0.87
-"""Two names that are this similar are a name and its misspelling. (`models` and `model`
+"""Similarity from which two names are a name and its misspelling. (`models` and `model`
 are more similar; `model` is no sampling parameter, so they are not compared.)"""
 _NOT_MISSPELT = ("speed",)
 """Fields of some API that look like a misspelt sampling parameter. None of them affects
 sampling."""
 _MAX_UNKNOWN_FIELDS = 256
-"""Fields of one body that its dialect does not know. Each of them is compared with all
+"""Maximum number of unknown fields of one body. Each of them is compared with all
 `_SAMPLING_NAMES` in the event loop: a body that consists of names would stop every
 session for a minute."""
 _MAX_IGNORED = 32
-"""Names of ignored fields that are reported per request."""
+"""Maximum number of ignored fields reported per request."""
 _MAX_NAME_LENGTH = 64
-"""Reported names are cut to this many characters. A longer name is not compared with
+"""Maximum length of reported names, which are cut. A longer name is not compared with
 `_SAMPLING_NAMES`."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -122,23 +122,23 @@ _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTable:
-    """The fields of one dialect's body."""
+    """Fields of one dialect's body."""
 
     body: type[msgspec.Struct]
-    """Its fields are honoured."""
+    """Structure of honoured fields."""
     refused: Mapping[str, Sequence[Any]]
-    """Fields that are not supported, with the values that ask for nothing."""
+    """Unsupported fields, with the values that ask for nothing."""
     unreported: Sequence[str] = ()
     """Fields that are ignored and not reported: our own answers carry them, or the API
     documents that they do not affect the tokens of an answer."""
     entries: str = ""
-    """The field that holds the conversation; "" if there is none."""
+    """Field that holds the conversation; "" if there is none."""
     entry: type[msgspec.Struct] | None = None
     """One message, or item, of the conversation. Its fields are honoured."""
     refused_in_entries: Sequence[str] = ()
-    """As `refused`, for messages."""
+    """Like `refused`, for messages."""
     unreported_in_entries: Sequence[str] = ()
-    """As `unreported`, for messages."""
+    """Like `unreported`, for messages."""
     _known: frozenset[str] = field(init=False)
     _known_in_entries: frozenset[str] = field(init=False)
 
@@ -151,9 +151,9 @@ class FieldTable:
         object.__setattr__(self, "_known_in_entries", frozenset(known_in_entries))
 
     def ignored(self, raw: bytes) -> tuple[str, ...]:
-        """The names of the ignored fields of `raw`, a body that was decoded before; a
-        field of a message is `messages[].name`. SessionError 400 for a field that is
-        refused, or for too many unknown fields."""
+        """Return the names of the ignored fields of `raw`, a decoded body; a field of a
+        message is `messages[].name`. Raises SessionError 400 for a refused field, or
+        for too many unknown fields."""
         fields = _FIELDS.decode(raw)
         unknown = [name for name in fields if name not in self._known]
         if len(unknown) > _MAX_UNKNOWN_FIELDS:
@@ -166,9 +166,8 @@ class FieldTable:
         return tuple(name[:_MAX_NAME_LENGTH] for name in ignored)[:_MAX_IGNORED]
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
-        """Whether a field that the body does not have is to be reported as ignored;
-        False for a value that asks for nothing. SessionError 400 if the field is
-        refused."""
+        """Whether to report a field that the body does not have as ignored; False for a
+        value that asks for nothing. Raises SessionError 400 if the field is refused."""
         neutral_values = self.refused.get(name)
         if neutral_values is None:
             neutral_values = SAMPLING_EXTENSIONS.get(name)
@@ -190,7 +189,7 @@ class FieldTable:
         return True
 
     def _add_ignored_in_entries(self, ignored: list[str], entries: bytes) -> None:
-        """Adds the names of the ignored fields of messages."""
+        """Add the names of the ignored fields of messages."""
         reported = set(ignored)
         for index, entry in enumerate(_ENTRIES.decode(entries)):
             for name in entry.keys() - self._known_in_entries:
@@ -206,8 +205,7 @@ class FieldTable:
 
 
 def _misspelt_parameter(name: str) -> str:
-    """The sampling parameter that this name is a misspelling of; "" if there is
-    none."""
+    """Return the sampling parameter that this name misspells; "" if there is none."""
     matches = difflib.get_close_matches(
         _bare(name), _BARE_NAMES, n=1, cutoff=_MISSPELT_SIMILARITY
     )
@@ -217,7 +215,7 @@ def _misspelt_parameter(name: str) -> str:
 
 
 def _bare(name: str) -> str:
-    """`topP` and `top-p` are `topp`, like `top_p`."""
+    """Normalise a name: `topP` and `top-p` become `topp`, like `top_p`."""
     return name.lower().replace("-", "").replace("_", "")
 
 
@@ -232,6 +230,6 @@ def _decode_value(raw: msgspec.Raw) -> Any:
 
 
 def unsupported(name: str) -> SessionError:
-    """The error for a field that is refused."""
+    """Return the error for a refused field."""
     reason = f"`{name}` is not supported"
     return SessionError(reason, status=400, code="unsupported_parameter", param=name)

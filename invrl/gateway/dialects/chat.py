@@ -62,7 +62,7 @@ _ROLES = {
     "tool": "tool",
     "developer": "system",
 }
-"""The model's role by the client's."""
+"""Client's role -> the model's."""
 
 
 class _CalledFunction(msgspec.Struct):
@@ -116,7 +116,7 @@ class _Format(msgspec.Struct):
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Other options would change the prompt, and are refused."""
+    """Supported template options. Others would change the prompt, and are refused."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -281,18 +281,18 @@ class ChatDialect(ChoicesDialect):
         return {"content": self.token_logprobs(pieces), "refusal": None}
 
     def models(self, names: Sequence[str], context_length: int) -> bytes:
-        """The answer of `/v1/models`: the one model, under each of its names."""
+        """Return the body of `/v1/models`: the one model, under each of its names."""
         cards = [_model_card(name, context_length) for name in names]
         return msgspec.json.encode({"object": "list", "data": cards})
 
     def show_model(self, name: str, context_length: int) -> bytes:
-        """The answer of `/v1/models/{name}`."""
+        """Return the body of `/v1/models/{name}`."""
         return msgspec.json.encode(_model_card(name, context_length))
 
 
 def _model_card(name: str, context_length: int) -> Fields:
-    """A model as OpenAI describes it, with vLLM's `max_model_len`: the tokens of a
-    prompt and its reply."""
+    """Describe a model like OpenAI, with vLLM's `max_model_len`: the tokens of a prompt
+    and its reply."""
     return {
         "id": name,
         "object": "model",
@@ -303,8 +303,8 @@ def _model_card(name: str, context_length: int) -> Fields:
 
 
 def _reasoning_fields(text: str) -> Fields:
-    """Reasoning under both of the names by which clients read it: that of DeepSeek,
-    SGLang and earlier vLLM, and that of gpt-oss, OpenRouter and later vLLM."""
+    """Return reasoning under both names that clients read: that of DeepSeek, SGLang and
+    earlier vLLM, and that of gpt-oss, OpenRouter and later vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -322,15 +322,15 @@ def _custom_call_fields(call: ToolCall | CallDelta, text: str) -> Fields:
 
 
 def _call_delta_fields(call: CallDelta) -> Fields:
-    """Only the first piece of a call has a name."""
+    """Return the fields of a call's piece. Only the first one has a name."""
     if call.name:
         return {"index": call.index, **_call_fields(call)}
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
-    """The messages of a body. Some clients send the text and the calls of one reply as
-    two messages: they are joined again."""
+    """Return the messages of a body. Some clients send the text and the calls of one
+    reply as two messages: they are joined again."""
     joined = JoinedMessages()
     for index, sent in enumerate(messages):
         message = _message(sent, f"messages[{index}]")
@@ -342,13 +342,13 @@ def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
 
 
 def read_message(fields: Json, param: str) -> Message:
-    """A message that no request sent, but a file of conversations. SessionError 400,
-    which calls it `param`, for what is no message."""
+    """Read a message of a file of conversations instead of a request. Raises
+    SessionError 400, which calls it `param`, if it is not a message."""
     return _message(_converted(fields, _Message, param), param)
 
 
 def read_tool(fields: Json, param: str) -> Tool:
-    """A tool of a conversation in a file. As `read_message`."""
+    """Read a tool of a conversation in a file, like `read_message`."""
     return _tool(_converted(fields, _Tool, param), param)
 
 
@@ -427,7 +427,7 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
 
 
 def _schema(response_format: _Format | None) -> str:
-    """The JSON schema that the reply must follow; "" for none."""
+    """Return the JSON schema that the reply must follow; "" for none."""
     if response_format is None:
         return ""
     described = response_format.json_schema or {}

@@ -1,5 +1,5 @@
-"""What chat completions and text completions share: an answer of `n` choices, whole and
-streamed."""
+"""Common parts of chat completions and text completions: an answer of `n` choices,
+whole and streamed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class ChoicesFields(wire.SamplingFields, kw_only=True):
-    """The fields of both bodies."""
+    """Fields of both bodies."""
 
     model: str | None = None
     stream: bool | None = None
@@ -50,31 +50,28 @@ class ChoicesRequest(ParsedRequest, frozen=True, kw_only=True):
 
 
 class ChoicesDialect(OpenAIDialect, ABC):
-    """A subclass says how one choice is written."""
+    """Dialect with choices. A subclass writes one choice."""
 
     id_prefix: ClassVar[str]
-    """What the ids of its answers begin with."""
+    """Prefix of its answers' ids."""
     answer_object: ClassVar[str]
-    """The value of `object` in a whole answer."""
     event_object: ClassVar[str]
-    """The value of `object` in an event."""
     first_fields: ClassVar[Mapping[str, Any] | None] = None
-    """The fields of the event before a choice's tokens; None if there is no such
-    event."""
+    """Fields of the event before a choice's tokens; None if there is no such event."""
     last_fields: ClassVar[Mapping[str, Any]]
-    """The fields of the event after a choice's tokens."""
+    """Fields of the event after a choice's tokens."""
 
     @abstractmethod
     def message_fields(self, request: ChoicesRequest, message: Message) -> Fields:
-        """The fields of a choice in a whole answer."""
+        """Return the fields of a choice in a whole answer."""
 
     @abstractmethod
     def delta_fields(self, request: ChoicesRequest, delta: Delta) -> Fields:
-        """The fields of a choice in an event. Of a custom tool's call, it is the one
-        that begins it."""
+        """Return the fields of a choice in an event. For a custom tool's call, it is
+        the first one."""
 
     def input_fields(self, index: int, call: ToolCall) -> Fields:
-        """The fields of a choice in the event that has the whole input of a custom
+        """Return the fields of a choice in the event with the whole input of a custom
         tool's call, in dialects that have such tools."""
         raise NotImplementedError
 
@@ -85,8 +82,8 @@ class ChoicesDialect(OpenAIDialect, ABC):
         pieces: Sequence[Piece],
         offset: int,
     ) -> Fields:
-        """The log-probs of the pieces. `offset` is the number of characters in the
-        tokens before them."""
+        """Return the log-probs of the pieces. `offset` is the number of characters in
+        the tokens before them."""
 
     def make_request(
         self,
@@ -96,7 +93,7 @@ class ChoicesDialect(OpenAIDialect, ABC):
         logprobs: bool,
         custom: Iterable[str] = (),
     ) -> ChoicesRequest:
-        """The request of a body whose turn has been parsed."""
+        """Return the request of a body whose turn has been parsed."""
         include_usage = False
         if body.stream_options is not None:
             if not body.stream:
@@ -136,7 +133,7 @@ class ChoicesDialect(OpenAIDialect, ABC):
         return _ChoicesStream(self, request, starts)
 
     def common_fields(self, kind: str, turn_id: str, created: float) -> Fields:
-        """The fields that a whole answer and every event begin with."""
+        """Return the first fields of a whole answer and of every event."""
         return {
             "id": self.id_prefix + turn_id,
             "object": kind,
@@ -161,9 +158,9 @@ class _ChoicesStream:
             dialect.event_object, first.turn_id, first.created
         )
         self._offsets = [0] * len(starts)
-        """The number of characters in the tokens of each choice so far."""
+        """Number of characters in the tokens of each choice so far."""
         self._custom_calls: list[set[int]] = [set() for _ in starts]
-        """The calls of custom tools in each choice so far."""
+        """Calls of custom tools in each choice so far."""
 
     def head(self, cached_tokens: int) -> bytes:
         fields = self._dialect.first_fields
@@ -205,8 +202,8 @@ class _ChoicesStream:
         return b"data: " + self._dialect.error(error) + b"\n\n"
 
     def _without_inputs(self, choice: int, delta: Delta) -> Delta:
-        """The delta without the arguments of custom tools' calls: their input is known
-        only when they are whole."""
+        """Return the delta without the arguments of custom tools' calls: their input is
+        known only when they are whole."""
         if not self._request.custom:
             return delta
         custom_calls = self._custom_calls[choice]
@@ -235,8 +232,8 @@ class _ChoicesStream:
 
 
 def _finish_reason(answer: Answer) -> str:
-    """OpenAI's name of the finish reason: a reply that ends with calls has stopped
-    because of them."""
+    """Return OpenAI's name of the finish reason: a reply that ends with calls has
+    stopped because of them."""
     reason = answer.turn.finish_reason
     if reason == "stop" and answer.message.tool_calls:
         return "tool_calls"
@@ -258,7 +255,7 @@ def _choice(
 
 
 def _usage(turns: Sequence[Turn]) -> Fields:
-    """The tokens of one prompt and of all its answers."""
+    """Count the tokens of one prompt and of all its answers."""
     prompt_tokens = turns[0].prompt_tokens
     sampled_tokens = sum(len(turn.sampled_ids_T) for turn in turns)
     return {

@@ -1,9 +1,10 @@
 """Anthropic's own tools that the client runs: bash, text editor, memory. Pure.
 
-A request names such a tool by its type and version alone, because Anthropic's models
-know it. The model here is shown it as a function; its calls come back like those of any
-other. What Anthropic's servers run (search, code execution) has no counterpart, and
-screenshots of a computer are images."""
+A request names such a tool only by its type and version, because Anthropic's models
+know it. The model here sees it as a function; its calls come back like others. Tools
+that Anthropic's servers run (search, code execution) have no counterpart, and
+screenshots of a computer are images.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from invrl.gateway.dialects import wire
 
 _VERSIONED = re.compile(r"(?P<family>[a-z_]+)_(?P<version>\d{8})")
 _UNDO_UNTIL = "20250124"
-"""The last version of the text editor that undoes edits."""
+"""Last version of the text editor that undoes edits."""
 _PROPERTIES: Mapping[str, Mapping[str, object]] = {
     "path": {"type": "string", "description": "absolute path of a file or folder"},
     "view_range": {
@@ -53,8 +54,8 @@ _FAMILIES = ("bash", "text_editor", "memory")
 
 
 def client_tool(kind: str, name: str, param: str) -> wire.Function:
-    """The function that a tool of this type is shown as. SessionError 400 for a type
-    that the client does not run; it calls the tool `param`."""
+    """Return the function that represents a tool of this type. Raises SessionError 400
+    for a type that the client does not run; it calls the tool `param`."""
     match = _VERSIONED.fullmatch(kind)
     family = ""
     version = ""

@@ -105,8 +105,8 @@ class CompletionsDialect(ChoicesDialect):
         }
 
     def _logprobs_by_text(self, token: wire.SampledToken) -> dict[str, float]:
-        """The log-probs of the likeliest tokens and of the sampled one by their texts.
-        The likeliest tokens come first, so the likelier one of two tokens with the same
+        """Return the log-probs of the likeliest tokens and of the sampled one by their
+        texts. The likeliest come first, so the likelier of two tokens with the same
         text is kept."""
         sampled = (token.id, token.logprob)
         by_text: dict[str, float] = {}
@@ -119,8 +119,8 @@ class CompletionsDialect(ChoicesDialect):
         self,
         prompt: str | Sequence[int | str | list[int]],
     ) -> str | tuple[int, ...]:
-        """The one prompt, as text or as token ids. SessionError 400 for a list of
-        several prompts."""
+        """Return the one prompt, as text or as token ids. Raises SessionError 400 for a
+        list of several prompts."""
         if not isinstance(prompt, str) and len(prompt) == 1:
             [only] = prompt
             if isinstance(only, str | list):

@@ -1,5 +1,4 @@
-"""The messages of a request to `/v1/messages`: blocks of content, and the messages that
-they become. Pure."""
+"""Messages of a request to `/v1/messages`: conversion from blocks of content. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""The types of blocks that the content of a role may have."""
+"""Types of blocks that the content of a role may have."""
 _REQUIRED_FIELDS = {
     "text": ("text",),
     "thinking": ("thinking",),
@@ -25,9 +24,8 @@ _REQUIRED_FIELDS = {
     "tool_use": ("id", "name"),
     "tool_result": ("tool_use_id",),
 }
-"""The required fields of a block, by its type."""
 _SEPARATORS = {"user": "\n", "assistant": "", "system": "\n"}
-"""The text between two text blocks of a role. The assistant's are joined as they were
+"""Text between two text blocks of a role. The assistant's are joined as they were
 sampled."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 
@@ -52,7 +50,8 @@ def conversation(
     system: str | list[Block] | None,
     messages: Sequence[SentMessage],
 ) -> tuple[Message, ...]:
-    """The system prompt and the messages of a body, as the template takes them."""
+    """Return the system prompt and the messages of a body, as the template takes
+    them."""
     if not messages:
         raise wire.bad_request("messages: at least one is required", param="messages")
     if messages[-1].role == "assistant":
@@ -74,7 +73,7 @@ def conversation(
 
 
 def _system_text(system: str | list[Block] | None) -> str:
-    """The text of the system prompt, without Claude Code's billing header."""
+    """Return the text of the system prompt, without Claude Code's billing header."""
     if system is None:
         return ""
     if isinstance(system, str):
@@ -88,8 +87,8 @@ def _system_text(system: str | list[Block] | None) -> str:
 
 
 def _split(message: SentMessage, param: str) -> list[Message]:
-    """The messages that one message of the API stands for: the tool results in it, then
-    the rest. `param` is the place of its content."""
+    """Split one message of the API: the tool results in it, then the rest. `param` is
+    the path of its content."""
     text = _text(message.role, message.content, param)
     if isinstance(message.content, str):
         return [Message(message.role, text)]
@@ -119,8 +118,8 @@ def _tool_result(block: Block, param: str) -> Message:
 
 
 def _text(role: str, content: str | Sequence[Block], param: str) -> str:
-    """The text of a role's content. SessionError 400 for a block that the role cannot
-    have."""
+    """Return the text of a role's content. Raises SessionError 400 for a block that the
+    role cannot have."""
     if isinstance(content, str):
         return content
     texts = []

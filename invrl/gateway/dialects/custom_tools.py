@@ -1,7 +1,8 @@
 """Custom tools of OpenAI's dialects, which take a text instead of JSON. Pure.
 
-The model is shown such a tool as a function with one argument, `input`. It is told the
-grammar of a text, and not held to it."""
+The model sees such a tool as a function with one argument, `input`. A grammar of the
+text is described to it, but not enforced.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Grammar(msgspec.Struct):
 
 class CustomFormat(msgspec.Struct):
     """The text that a custom tool takes: any, or that of a grammar. Chat completions
-    have the grammar in an object of its own."""
+    nest the grammar in an object."""
 
     type: str
     syntax: str = ""
@@ -35,8 +36,8 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
 def custom_function(
     name: str, description: str | None, text_format: CustomFormat | None, param: str
 ) -> wire.Function:
-    """The function that a custom tool is shown as. SessionError 400 for a format that
-    cannot be told; it calls the tool `param`."""
+    """Return the function that represents a custom tool. Raises SessionError 400 for a
+    format that cannot be described; it calls the tool `param`."""
     lines = []
     if description:
         lines.append(description)
@@ -73,8 +74,8 @@ def _grammar(text_format: CustomFormat, param: str) -> Grammar:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a call with these arguments; the arguments as they are if the model
-    has not written an input."""
+    """Return the input of a call with these arguments; the arguments unchanged if the
+    model has not written an input."""
     try:
         return msgspec.json.decode(arguments, type=_Arguments).input
     except (msgspec.DecodeError, RecursionError):
@@ -82,5 +83,5 @@ def custom_input(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a call, from the input that the client sends back."""
+    """Return the arguments of a call, from the input that the client sends back."""
     return msgspec.json.encode({"input": text}).decode()

@@ -1,7 +1,8 @@
 """The interface of a dialect: the wire format of one API, in both directions. Pure.
 
 The gateway serves every dialect in the same way: it parses the request, samples, and
-writes what the dialect makes of the answer."""
+writes the dialect's answer.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -17,11 +18,12 @@ turn."""
 
 
 def no_turn(_: str) -> None:
-    """The `FindTurn` of a session without turns."""
+    """Find no turn: the `FindTurn` of a session without turns."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to sample, and how many times. Dialects add how they show the answer."""
+    """A request: what to sample, and how many times. Dialects add the form of the
+    answer."""
 
     turn: TurnRequest
     n: int = 1
@@ -38,19 +40,20 @@ class AnswerStream(Protocol):
     """Sent while no token comes. Clients skip it."""
 
     def head(self, cached_tokens: int) -> bytes:
-        """`cached_tokens` is the number of prompt tokens that the engine had in its
-        cache."""
+        """Return the beginning. `cached_tokens` is the number of prompt tokens that the
+        engine had cached."""
         ...
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        """Empty while the piece's text is held back (half a character, or perhaps a
-        stop string)."""
+        """Return a piece; empty while its text is held back (half a character, or
+        perhaps a stop string)."""
         ...
 
     def tail(self, answers: Sequence[Answer]) -> bytes: ...
 
     def error(self, error: SessionError) -> bytes:
-        """An error after the stream has begun. Clients raise it when they read it."""
+        """Return an error after the stream has begun. Clients raise it when they read
+        it."""
         ...
 
 
@@ -58,23 +61,25 @@ class Dialect(Protocol[Request]):
     """The wire format of one sampling route, for one served model."""
 
     path: str
-    """The route below `/v1`."""
+    """Route below `/v1`."""
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
-        """The request in a body. SessionError 400 names the field that is wrong. `find`
-        is used for what the request names by an id."""
+        """Parse the request in a body. Raises SessionError 400, which names the invalid
+        field. `find` resolves ids in the request."""
         ...
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer. `answers` has one answer for each of `n`."""
+        """Return the body of a whole answer. `answers` has one answer for each of
+        `n`."""
         ...
 
     def stream(self, request: Request, starts: Sequence[AnswerStart]) -> AnswerStream:
-        """The writer of a streamed answer. `starts` has one start for each of `n`."""
+        """Return the writer of a streamed answer. `starts` has one start for each of
+        `n`."""
         ...
 
     def error(self, error: SessionError) -> bytes:
-        """The body of an error."""
+        """Return the body of an error."""
         ...
 
 

@@ -13,25 +13,25 @@ class JoinedMessages:
 
     def __init__(self) -> None:
         self._groups: list[list[Message]] = []
-        """The parts of each message."""
+        """Parts of each message."""
         self._separators: list[str] = []
-        """The text between the parts of each message."""
+        """Text between the parts of each message."""
         self._has_content = False
-        """The last message has content so far."""
+        """Whether the last message has content so far."""
         self._has_calls = False
-        """The last message has calls so far."""
+        """Whether the last message has calls so far."""
 
     @property
     def last_role(self) -> str:
-        """The role of the last message; "" if there is none yet."""
+        """Role of the last message; "" if there is none yet."""
         if not self._groups:
             return ""
         return self._groups[-1][-1].role
 
     def continues_reply(self, message: Message) -> bool:
         """Whether this message and the last one were one reply of the model: its text
-        and its calls, which the client keeps apart. Two texts are two replies, unless
-        the first is empty."""
+        and its calls, which the client separates. Two texts are two replies, unless the
+        first is empty."""
         if message.role != "assistant" or self.last_role != "assistant":
             return False
         if self._has_calls or message.tool_calls:
@@ -39,14 +39,14 @@ class JoinedMessages:
         return not self._has_content
 
     def add(self, message: Message) -> None:
-        """Appends a message."""
+        """Append a message."""
         self._groups.append([message])
         self._separators.append("")
         self._has_content = bool(message.content)
         self._has_calls = bool(message.tool_calls)
 
     def join(self, message: Message, separator: str = "") -> None:
-        """Makes this message a part of the last one, which must have the same role. All
+        """Make this message a part of the last one, which must have the same role. All
         parts of one message have the same separator."""
         self._groups[-1].append(message)
         self._separators[-1] = separator

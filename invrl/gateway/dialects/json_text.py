@@ -1,4 +1,5 @@
-"""Says why a body is no JSON text, in words that a client's author can act on. Pure."""
+"""Explains why a body is not JSON text, in terms that a client's author can act on.
+Pure."""
 
 import re
 
@@ -7,7 +8,7 @@ import msgspec
 from invrl.errors import SessionError
 
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*"  # an even number of backslashes: the escape is none of them
+    rb"(?<!\\)(?:\\\\)*"  # an even number of backslashes before the escape
     rb"(?P<escape>\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2}))"
 )
 _PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -18,8 +19,8 @@ _SURROGATE_REASON = "a lone surrogate, half of a UTF-16 pair, is no character"
 def not_json(
     raw: bytes, error: msgspec.DecodeError | UnicodeDecodeError
 ) -> SessionError:
-    """SessionError 400 for a body that is not UTF-8, or not JSON. `error`: what its
-    decoder raised."""
+    """Return SessionError 400 for a body that is not UTF-8, or not JSON. `error` is its
+    decoder's exception."""
     if not raw.strip():
         return _invalid("it is empty")
     if isinstance(error, UnicodeDecodeError):
@@ -36,7 +37,7 @@ def not_json(
 
 
 def check_encoding(raw: bytes) -> None:
-    """SessionError 400 if the body is not UTF-8."""
+    """Raise SessionError 400 if the body is not UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -48,7 +49,7 @@ def invalid_json(reason: str, param: str | None = None) -> SessionError:
 
 
 def lone_surrogate(field: str) -> SessionError:
-    """SessionError 400 for a text that a tolerant decoder has read."""
+    """Return SessionError 400 for a text that a tolerant decoder has read."""
     return invalid_json(f"{field}: {_SURROGATE_REASON}", field)
 
 

@@ -22,10 +22,10 @@ Every field of the API is in exactly one of these lists:
 Anthropic runs. Any other field of the body or of a message is ignored and counted.
 
 The text blocks of one message are joined by a newline; the assistant's are joined
-without one, as they were sampled. Adjacent messages of one role are one message. For a
-call whose arguments were cut off, the readable part of them is shown (clients do the
-same while they stream), or {} if nothing is readable: such a call does not match when
-it comes back."""
+without one, as they were sampled. Adjacent messages of one role are one message. A call
+whose arguments were cut off shows their readable part (clients do the same while they
+stream), or {} if nothing is readable: such a call does not match when it comes back.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ class MessagesDialect:
         )
 
     def parse_count(self, raw: bytes) -> TurnRequest:
-        """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be
-        missing."""
+        """Parse a request whose tokens are counted, like `parse`, but without requiring
+        `max_tokens`."""
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         return _turn_request(body, raw, retry=False, ignored=ignored)
 
@@ -193,8 +193,8 @@ class MessagesDialect:
         return _MessagesStream(self, request, starts[0])
 
     def error(self, error: SessionError) -> bytes:
-        """The body of an error. Clients compact their history when the message says
-        "prompt is too long"."""
+        """Return the body of an error. Clients compact their history when the message
+        says "prompt is too long"."""
         message = error.message
         if error.code == "context_length_exceeded":
             message = "prompt is too long: " + message
@@ -210,7 +210,7 @@ class MessagesDialect:
         return msgspec.json.encode(body)
 
     def models(self, names: Sequence[str], context_length: int) -> bytes:
-        """As `ChatDialect.models`, for an Anthropic client."""
+        """Return the body of `ChatDialect.models` for an Anthropic client."""
         models = {
             "data": [_model_card(name, context_length) for name in names],
             "has_more": False,
@@ -220,7 +220,7 @@ class MessagesDialect:
         return msgspec.json.encode(models)
 
     def show_model(self, name: str, context_length: int) -> bytes:
-        """As `ChatDialect.show_model`, for an Anthropic client."""
+        """Return the body of `ChatDialect.show_model` for an Anthropic client."""
         return msgspec.json.encode(_model_card(name, context_length))
 
     def message_fields(
@@ -231,8 +231,8 @@ class MessagesDialect:
         usage: dict[str, int],
         stop: dict[str, str | None] = _NOT_STOPPED,
     ) -> Fields:
-        """A message object. `stop` is what `_stop_fields` returns, once the reply has
-        ended."""
+        """Return a message object. `stop` is the result of `_stop_fields`, once the
+        reply has ended."""
         return {
             "id": f"msg_{turn_id}",
             "type": "message",
@@ -256,7 +256,6 @@ def _model_card(name: str, context_length: int) -> Fields:
 
 
 def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
-    """The blocks of a whole reply."""
     reply = answer.message
     blocks: list[Fields] = []
     if reply.reasoning and request.shows_thinking:
@@ -298,11 +297,9 @@ class _MessagesStream:
         self._request = request
         self._start = start
         self._open_block = ""
-        """The type of the block that is open; "" if none is."""
+        """Type of the open block; "" if none is open."""
         self._index = -1
-        """The index of the last block."""
         self._blocks_of_calls: dict[int, int] = {}
-        """The index of each call's block."""
 
     def head(self, cached_tokens: int) -> bytes:
         prompt_tokens = self._start.prompt_tokens
@@ -360,7 +357,7 @@ class _MessagesStream:
         return events
 
     def _ensure_block(self, kind: str, **fields: Any) -> bytes:
-        """Begins a block of this type, unless one is open."""
+        """Begin a block of this type, unless one is open."""
         if kind == self._open_block:
             return b""
         stop = self._stop_block()
@@ -374,14 +371,13 @@ class _MessagesStream:
         return stop + start
 
     def _delta(self, kind: str, index: int | None = None, **fields: str) -> bytes:
-        """A piece of the last block, or of block number `index`."""
+        """Return a piece of the last block, or of block number `index`."""
         if index is None:
             index = self._index
         delta = {"type": kind, **fields}
         return _event("content_block_delta", index=index, delta=delta)
 
     def _stop_block(self) -> bytes:
-        """Ends the block that is open."""
         kind = self._open_block
         self._open_block = ""
         if not kind:
@@ -394,8 +390,8 @@ class _MessagesStream:
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:
-    """Anthropic's name of the finish reason, and the stop sequence that ended the
-    reply."""
+    """Return Anthropic's name of the finish reason, and the stop sequence that ended
+    the reply."""
     if answer.turn.finish_reason == "length":
         reason = "max_tokens"
     elif answer.stop:
@@ -417,7 +413,8 @@ def _usage_fields(
     cached_tokens: int,
     sampled_tokens: int,
 ) -> dict[str, int]:
-    """Anthropic's `input_tokens` do not include those read from the cache."""
+    """Count tokens. Anthropic's `input_tokens` do not include those read from the
+    cache."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -431,13 +428,14 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _signature(turn_id: str) -> str:
-    """Clients require a signature of thinking and send it back. Nothing reads it."""
+    """Return a signature of thinking, which clients require and send back. Nothing
+    reads it."""
     return f"invrl-{turn_id}"
 
 
 def _input(arguments: str) -> object:
-    """A call's arguments as an object, character by character if they are a whole
-    one."""
+    """Return a call's arguments as an object, character by character if they are a
+    whole one."""
     try:
         msgspec.json.decode(arguments, type=dict)
         return msgspec.Raw(arguments.encode())
@@ -493,7 +491,7 @@ def _turn_request(
 
 
 def _schema(body: _Body) -> str:
-    """The JSON schema that the reply must follow; "" for none."""
+    """Return the JSON schema that the reply must follow; "" for none."""
     output_format = body.output_format
     if body.output_config is not None and body.output_config.format is not None:
         output_format = body.output_config.format

@@ -1,5 +1,4 @@
-"""What the dialects of OpenAI's API share: sampling parameters, log-probs and
-errors."""
+"""Common parts of OpenAI's dialects: sampling parameters, log-probs and errors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,8 +14,8 @@ _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class OpenAIDialect:
-    """`model` is the name of the served model; `token_text` returns the text of one of
-    its tokens."""
+    """Base of OpenAI's dialects. `model` is the name of the served model; `token_text`
+    returns the text of one of its tokens."""
 
     def __init__(
         self,
@@ -32,8 +31,8 @@ class OpenAIDialect:
     def sampling(
         self, body: SamplingFields, max_new_tokens: int | None
     ) -> ClientSampling:
-        """The sampling parameters of a body. SessionError 400 for what the types of its
-        fields do not exclude."""
+        """Return the sampling parameters of a body. Raises SessionError 400 for invalid
+        values that the types of its fields do not exclude."""
         # Takes over the fields that both structures have.
         sampling = msgspec.convert(body, ClientSampling, from_attributes=True)
         if sampling.top_k == 0:
@@ -47,8 +46,8 @@ class OpenAIDialect:
         return replace(sampling, max_new_tokens=max_new_tokens)
 
     def token_logprobs(self, pieces: Sequence[Piece]) -> list[Fields]:
-        """The log-probs of the sampled tokens, as chat completions and responses show
-        them."""
+        """Return the log-probs of the sampled tokens, as chat completions and responses
+        show them."""
         logprobs = []
         for token in wire.sampled_tokens(pieces):
             top = [self._logprob(token_id, logprob) for token_id, logprob in token.top]
@@ -66,12 +65,12 @@ class OpenAIDialect:
         }
 
     def error(self, error: SessionError) -> bytes:
-        """The body of an error."""
+        """Return the body of an error."""
         fields = self.error_fields(error)
         return msgspec.json.encode({"error": fields})
 
     def error_fields(self, error: SessionError) -> dict[str, str | None]:
-        """The value of `error` in the body of an error."""
+        """Return the value of `error` in the body of an error."""
         default_type = "invalid_request_error"
         if error.status >= 500:
             default_type = "server_error"

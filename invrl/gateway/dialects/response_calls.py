@@ -1,8 +1,9 @@
-"""The kinds of calls that a response may have: of functions, of custom tools, of
-OpenAI's own tools that the client runs (shells, patches). Pure.
+"""Kinds of calls that a response may have: of functions, of custom tools, of OpenAI's
+own tools that the client runs (shells, patches). Pure.
 
-The model knows all of them as functions. A kind says which function a tool is shown as,
-and how a call is written for the client and read back."""
+The model knows all of them as functions. A kind defines the function of a tool, and how
+a call is written for the client and read back.
+"""
 
 from __future__ import annotations
 
@@ -44,30 +45,29 @@ class CallKind:
     """Calls of functions."""
 
     prefix = "fc"
-    """What the ids of its items begin with."""
     item_type = "function_call"
     result_type = "function_call_output"
     tool_name = ""
-    """The name of the one tool of this kind, which its items do not say; "" if tools
-    have names."""
+    """Name of the one tool of this kind, which its items omit; "" if tools have
+    names."""
     body_field = "arguments"
-    """The field of an item that depends on the call's arguments."""
+    """Field of an item that depends on the call's arguments."""
     streams_text = True
-    """The events carry the text of the arguments, as it is sampled."""
+    """Whether the events carry the text of the arguments as it is sampled."""
 
     def body(self, arguments: str) -> object:
-        """The value of `body_field`; `arguments` is "" before they are known. Arguments
-        that cannot be read give an empty one: the client says so to the model."""
+        """Return the value of `body_field`; `arguments` is "" before they are known.
+        Unreadable arguments give an empty one: the client reports that to the model."""
         return arguments
 
     def events(self, arguments: str) -> list[Fields]:
-        """The events about the body of a whole call."""
+        """Return the events about the body of a whole call."""
         return [
             {"type": "response.function_call_arguments.done", "arguments": arguments}
         ]
 
     def status(self, status: str) -> str:
-        """The status of an item, as this kind calls it."""
+        """Return the status of an item, as this kind calls it."""
         return status
 
 
@@ -98,9 +98,8 @@ class _ClientTool(CallKind):
     description: str
     schema: bytes
     fields: ClassVar[type[msgspec.Struct]]
-    """Of the arguments."""
     empty: ClassVar[Fields]
-    """The body without arguments."""
+    """Body without arguments."""
 
     def body(self, arguments: str) -> Fields:
         try:
@@ -113,7 +112,7 @@ class _ClientTool(CallKind):
         return []
 
     def arguments(self, body: msgspec.Raw, param: str) -> str:
-        """The arguments of a call, from the body that the client sends back."""
+        """Return the arguments of a call, from the body that the client sends back."""
         try:
             fields = msgspec.json.decode(body, type=self.fields)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -121,7 +120,7 @@ class _ClientTool(CallKind):
         return msgspec.json.encode(fields).decode()
 
     def function(self) -> wire.Function:
-        """The function that the tool is shown as."""
+        """Return the function that represents the tool."""
         return wire.Function(
             name=self.tool_name,
             description=self.description,
@@ -224,7 +223,7 @@ class _ApplyPatch(_ClientTool):
         ]
 
     def status(self, status: str) -> str:
-        """These items know no incomplete call."""
+        """Return the status. These items have no incomplete call."""
         return "completed" if status == "completed" else "in_progress"
 
 
@@ -233,13 +232,13 @@ CUSTOM = _Custom()
 CLIENT_TOOLS: Mapping[str, _ClientTool] = {
     kind.tool_name: kind for kind in (_LocalShell(), _Shell(), _ApplyPatch())
 }
-"""By the type of the tool, which is its name."""
+"""Kinds by the type of the tool, which is its name."""
 KINDS: Mapping[str, CallKind] = {
     "function": FUNCTION,
     "custom": CUSTOM,
     **CLIENT_TOOLS,
 }
-"""The kind of a tool's calls, by the tool's type."""
+"""Kind of a tool's calls, by the tool's type."""
 CALL_PREFIXES = tuple(kind.prefix for kind in KINDS.values())
 KINDS_BY_ITEM = {kind.item_type: kind for kind in KINDS.values()}
 RESULT_TYPES = tuple(kind.result_type for kind in KINDS.values())

@@ -1,7 +1,8 @@
-"""The input items of a response request, and the messages that they become. Pure.
+"""Input items of a response request, and their conversion to messages. Pure.
 
-Clients send each part of a reply as an item of its own, in full or by the id of an
-output item. Adjacent items of one reply are joined into one message."""
+Clients send each part of a reply as a separate item, in full or by the id of an output
+item. Adjacent items of one reply are joined into one message.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ _ROLES = {
     "assistant": "assistant",
     "developer": "system",
 }
-"""The model's role by the client's."""
+"""Client's role -> the model's."""
 
 
 class InputItem(msgspec.Struct):
-    """One item of the input. Which fields it has depends on its type."""
+    """One item of the input. Its fields depend on its type."""
 
     type: str | None = None
     role: str = ""
@@ -54,7 +55,7 @@ class InputItem(msgspec.Struct):
 
 
 class OutputPart(wire.Part, kw_only=True):
-    """A part of a tool's output. What a shell wrote has no type."""
+    """A part of a tool's output. A shell's output has no type."""
 
     type: str = ""
     stdout: str | None = None
@@ -63,7 +64,7 @@ class OutputPart(wire.Part, kw_only=True):
 
 
 class Outcome(msgspec.Struct):
-    """How a command ended: `exit` or `timeout`."""
+    """End of a command: `exit` or `timeout`."""
 
     type: str
     exit_code: int | None = None
@@ -72,15 +73,15 @@ class Outcome(msgspec.Struct):
 def input_messages(
     items: str | Sequence[InputItem], find: FindTurn
 ) -> tuple[Message, ...]:
-    """The messages of an input. Adjacent items of the assistant are one reply, until an
-    item comes that begins another. SessionError 400 for an item that cannot be read."""
+    """Return the messages of an input. Adjacent items of the assistant are one reply,
+    until an item comes that begins another. Raises SessionError 400 for an item that
+    cannot be read."""
     if isinstance(items, str):
         return (Message("user", items),)
     references = _References(find)
     joined = JoinedMessages()
     last_turn_id = ""
-    """The turn that the last item was a reference to; "" if the item was sent in
-    full."""
+    """Turn that the last item referred to; "" if the item was sent in full."""
     for index, item in enumerate(items):
         param = f"input[{index}]"
         turn_id = ""
@@ -102,16 +103,17 @@ class _References:
     session.
 
     The text of a reply may have been sent in several items, but the record of the turn
-    has it in one piece. The first of these items that a request names stands for all of
-    the text, the others for none."""
+    has it in one piece. The first of these items in a request stands for all of the
+    text, the others for none.
+    """
 
     def __init__(self, find: FindTurn) -> None:
         self._find = find
         self._turns_with_text: set[str] = set()
-        """The turns whose text was named already."""
+        """Turns whose text was named already."""
 
     def call_id(self, item_id: str) -> str:
-        """The id of the call that an output item is; the id itself for any other
+        """Return the id of the call of an output item; the id itself for any other
         item."""
         place = item_place(item_id)
         if place is None or place.prefix not in CALL_PREFIXES:
@@ -122,8 +124,8 @@ class _References:
         return node.messages[-1].tool_calls[place.place].id
 
     def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
-        """The item as a message of the assistant, and the id of its turn. SessionError
-        400 for an id that this session did not issue."""
+        """Return the item as a message of the assistant, and the id of its turn. Raises
+        SessionError 400 for an id that this session did not issue."""
         place = item_place(item_id)
         node = None
         if place is not None:
@@ -152,7 +154,7 @@ def _item_not_found(item_id: str, param: str) -> SessionError:
 
 
 def _kind(item: InputItem) -> str:
-    """The item's type; clients leave out some of them."""
+    """Return the item's type; clients leave out some of them."""
     if item.type:
         return item.type
     if item.role:
@@ -161,7 +163,7 @@ def _kind(item: InputItem) -> str:
 
 
 def _message(item: InputItem, param: str, references: _References) -> Message:
-    """The message of an item that was sent in full."""
+    """Return the message of an item that was sent in full."""
     kind = _kind(item)
     if kind == "message":
         return _plain_message(item, param)
@@ -229,7 +231,7 @@ def _tool_result(item: InputItem, param: str, references: _References) -> Messag
 
 
 def _command_text(part: OutputPart) -> str:
-    """What the model is told of a command that the shell ran."""
+    """Return the model's text of a command that the shell ran."""
     lines = []
     if part.stdout:
         lines.append(part.stdout.removesuffix("\n"))

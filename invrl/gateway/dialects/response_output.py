@@ -23,7 +23,7 @@ Event = Fields
 Logprobs = Sequence[Fields]
 TextKind = Literal["reasoning", "message"]
 ItemKind = TextKind | CallKind
-"""Reasoning and messages have content; calls have a kind of their own."""
+"""Reasoning and messages have content; calls have a separate kind."""
 _REASONING_EVENT = "response.reasoning_text"
 _TEXT_EVENT = "response.output_text"
 _PREFIXES = "|".join(("rs", "msg", *CALL_PREFIXES))
@@ -32,18 +32,18 @@ _ITEM_ID = re.compile(rf"({_PREFIXES})_(turn-[0-9a-f]+)(?:_(\d{{1,9}}))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPlace:
-    """Where an output item belongs, as its id says."""
+    """Position of an output item, encoded in its id."""
 
     prefix: str
-    """`rs` of reasoning, `msg` of a message, otherwise that of a call."""
+    """`rs` for reasoning, `msg` for a message, otherwise that of a call."""
     turn_id: str
     place: int
-    """The number of a call among the turn's calls; the place of any other item in the
+    """Number of a call among the turn's calls; position of any other item in the
     output."""
 
 
 def item_place(item_id: str) -> ItemPlace | None:
-    """None for an id that the gateway did not issue."""
+    """Parse an item's id; None if the gateway did not issue it."""
     match = _ITEM_ID.fullmatch(item_id)
     if match is None:
         return None
@@ -57,14 +57,14 @@ def item_place(item_id: str) -> ItemPlace | None:
 
 class _Item:
     """One output item. `fields` are all of its fields except its text and its status;
-    `index` is its place in the output."""
+    `index` is its position in the output."""
 
     def __init__(self, kind: ItemKind, index: int, fields: Fields) -> None:
         self.kind = kind
         self.index = index
         self.fields = fields
         self.texts: list[str] = []
-        """The text so far: reasoning, content, or the arguments of a call."""
+        """Text so far: reasoning, content, or the arguments of a call."""
         self.logprobs: list[Fields] = []
 
     @property
@@ -72,7 +72,7 @@ class _Item:
         return "".join(self.texts)
 
     def event(self, type: str, **fields: Any) -> Event:
-        """An event about the item's text."""
+        """Return an event about the item's text."""
         return {
             "type": type,
             "item_id": self.fields["id"],
@@ -81,7 +81,7 @@ class _Item:
         }
 
     def content_part(self) -> Fields:
-        """The content of reasoning or a message, as far as it is known."""
+        """Return the content of reasoning or a message so far."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {
@@ -92,7 +92,7 @@ class _Item:
         }
 
     def without_text(self) -> Fields:
-        """The item as it begins."""
+        """Return the item as it begins."""
         fields = dict(self.fields)
         if isinstance(self.kind, CallKind):
             fields[self.kind.body_field] = self.kind.body("")
@@ -102,7 +102,7 @@ class _Item:
         return fields
 
     def whole(self, status: str) -> Fields:
-        """The item with all of its text."""
+        """Return the item with all of its text."""
         fields = dict(self.fields)
         if isinstance(self.kind, CallKind):
             fields[self.kind.body_field] = self.kind.body(self.text)
@@ -114,18 +114,18 @@ class _Item:
 
 
 class ResponseOutput:
-    """Call `add` with the deltas of the reply, then `close`. Both return the new
-    events. `tools`: the tools as the client knows them, by the name that the model
-    knows; others are functions of that name."""
+    """Builds the output. Call `add` with the deltas of the reply, then `close`. Both
+    return the new events. `tools` are the client's, by the name that the model knows;
+    others are functions of that name."""
 
     def __init__(self, turn_id: str, tools: Mapping[str, CalledTool]) -> None:
         self._turn_id = turn_id
         self._tools = tools
         self.items: list[Fields] = []
-        """All items, each in its place; an item is whole once it is done."""
+        """All items by position; an item is whole once it is done."""
         self._calls: list[_Item] = []
         self._current: _Item | None = None
-        """The reasoning or the message that is being written."""
+        """Reasoning or message that is being written."""
         self._events: list[Event] = []
         """Events that were not returned yet."""
 
@@ -140,7 +140,7 @@ class ResponseOutput:
         return self._take_events()
 
     def close(self, *, complete: bool) -> list[Event]:
-        """Ends all open items. An empty reply becomes an empty message. `complete`: the
+        """End all open items. An empty reply becomes an empty message. `complete`: the
         model ended the reply."""
         if not self.items:
             self._open_item("message")
@@ -176,7 +176,7 @@ class ResponseOutput:
         self._events.append(event)
 
     def _add_call(self, call: CallDelta) -> None:
-        """The first piece of a call has its name, and begins an item."""
+        """Add a piece of a call. The first one has its name, and begins an item."""
         if call.name:
             self._finish_current()
             tool = self._tools.get(call.name, CalledTool(name=call.name))
@@ -193,7 +193,8 @@ class ResponseOutput:
                 self._events.append(event)
 
     def _open_item(self, kind: TextKind) -> _Item:
-        """The current item if it is of this kind, or a new one behind all others."""
+        """Return the current item if it is of this kind, or a new one after all
+        others."""
         if self._current is not None and self._current.kind == kind:
             return self._current
         self._finish_current()
@@ -238,14 +239,15 @@ class ResponseOutput:
         return item
 
     def _finish_current(self, status: str = "completed") -> None:
-        """Ends the reasoning or the message that is being written."""
+        """End the reasoning or the message that is being written."""
         item = self._current
         self._current = None
         if item is not None:
             self._finish_item(item, status)
 
     def _finish_item(self, item: _Item, status: str) -> None:
-        """`status` is the status of the last item: all items before it are complete."""
+        """Finish an item. `status` is that of the last item: all items before it are
+        complete."""
         if item.index < len(self.items) - 1:
             status = "completed"
         item_fields = item.whole(status)
@@ -263,7 +265,7 @@ def _item_event(change: Literal["added", "done"], item: _Item, fields: Fields) -
 
 
 def _text_done_events(item: _Item) -> list[Event]:
-    """The events that repeat the whole text of an item."""
+    """Return the events that repeat the whole text of an item."""
     if isinstance(item.kind, CallKind):
         return _call_done_events(item, item.kind)
     if item.kind == "reasoning":
@@ -288,8 +290,8 @@ def _text_done_events(item: _Item) -> list[Event]:
 
 
 def _call_done_events(item: _Item, kind: CallKind) -> list[Event]:
-    """The events that carry the whole of a call. What is not the text of its arguments
-    is known only now, and is one piece."""
+    """Return the events that carry the whole of a call. What is not the text of its
+    arguments is known only now, and is one piece."""
     events = [item.event(**fields) for fields in kind.events(item.text)]
     if kind is FUNCTION:
         events[0]["name"] = item.fields["name"]

@@ -1,7 +1,8 @@
-"""The tools of a response request, and which of them may be called. Pure.
+"""Tools of a response request, and which of them may be called. Pure.
 
 A tool may be in a namespace. The model knows it as `namespace.name`, the client by the
-two names."""
+two names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class _Skill(msgspec.Struct):
 
 
 class _Environment(msgspec.Struct):
-    """Where a shell runs."""
+    """Environment of a shell."""
 
     type: str
     skills: list[_Skill] | None = None
@@ -40,11 +41,9 @@ class _Environment(msgspec.Struct):
 class ToolField(wire.Function, kw_only=True):
     type: str
     tools: list[ToolField] | None = None
-    """The tools of a namespace."""
     format: CustomFormat | None = None
-    """The text that a custom tool takes."""
+    """Text that a custom tool takes."""
     environment: _Environment | None = None
-    """Of a shell."""
 
 
 class ToolChoiceField(msgspec.Struct):
@@ -56,7 +55,7 @@ class ToolChoiceField(msgspec.Struct):
 
 
 def qualified_name(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a function."""
+    """Return the name by which the model knows a function."""
     if not namespace:
         return name
     return f"{namespace}.{name}"
@@ -65,8 +64,8 @@ def qualified_name(namespace: str | None, name: str) -> str:
 def called_tools(
     tools: Sequence[ToolField], namespace: str = ""
 ) -> Mapping[str, CalledTool]:
-    """The tools as the client knows them, by the name that the model knows. Functions
-    that have one name only are left out."""
+    """Return the client's tools by the name that the model knows. Functions with only
+    one name are left out."""
     called: dict[str, CalledTool] = {}
     for tool in tools:
         if tool.type == "namespace":
@@ -84,8 +83,8 @@ def called_tools(
 
 
 def read_tools(tools: Sequence[ToolField], namespace: str = "") -> Iterator[Tool]:
-    """The tools as functions, those in namespaces too. SessionError 400 for a tool that
-    is not supported."""
+    """Yield the tools as functions, including those in namespaces. Raises SessionError
+    400 for an unsupported tool."""
     for index, tool in enumerate(tools):
         param = f"tools[{index}]"
         if tool.type == "namespace" and not namespace:
@@ -108,8 +107,8 @@ def read_tools(tools: Sequence[ToolField], namespace: str = "") -> Iterator[Tool
 
 
 def _client_function(tool: ToolField, param: str) -> wire.Function:
-    """The function that a tool of OpenAI's is shown as, which the client runs.
-    SessionError 400 for a shell that OpenAI would run."""
+    """Return the function that represents a tool of OpenAI's that the client runs.
+    Raises SessionError 400 for a shell that OpenAI would run."""
     function = CLIENT_TOOLS[tool.type].function()
     environment = tool.environment
     if environment is None:
@@ -150,14 +149,14 @@ def read_tool_choice(choice: str | ToolChoiceField | None) -> ToolChoice:
 
 
 def _chosen_name(choice: ToolChoiceField) -> str:
-    """The name by which the model knows a chosen tool."""
+    """Return the name by which the model knows a chosen tool."""
     if choice.type in CLIENT_TOOLS:
         return choice.type
     return qualified_name(choice.namespace, choice.name)
 
 
 def tool_fields(tool: Tool) -> Fields:
-    """A tool as a response shows it, by the name that the model knows."""
+    """Return a tool as a response shows it, by the name that the model knows."""
     parameters = tool.parameters or "null"
     return {
         "type": "function",

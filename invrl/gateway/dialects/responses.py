@@ -10,7 +10,7 @@ Every field of the API is in exactly one of these lists:
   said), `stream`, `max_output_tokens` (bounded by the session's max_new_tokens),
   `tools` (functions and custom tools, also in a `namespace`: the model knows them as
   `namespace.name`; `local_shell`, `shell` in a local environment, `apply_patch`; the
-  model knows all of them as functions, and is not held to a grammar), `tool_choice`,
+  model knows all of them as functions, without enforcing a grammar), `tool_choice`,
   `parallel_tool_calls` (false: calls after the first are not shown), `text.format`,
   `reasoning.effort` (none: no thinking; others: thinking), `include:
   message.output_text.logprobs` (the message has those of every token that was sampled
@@ -31,7 +31,8 @@ A response is retrieved from the record of its turn alone (the turn may be of an
 dialect). Of the settings of its request it repeats `instructions`, and `tools` as the
 model knows them; `previous_response_id` is the turn that it continued, whether or not
 the request named it; all calls are of functions. `include` is honoured, `stream` is
-refused, other parameters (`starting_after`, ...) have no effect."""
+refused, other parameters (`starting_after`, ...) have no effect.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ _INCLUDABLE = (
 _ID_PREFIX = "resp_"
 _END_THINK = "</think>"
 _RECENT_CHARACTERS = 64
-"""Of a reply's text, searched for the end of thinking, which may be in several
-tokens."""
+"""Characters of a reply's text that are searched for the end of thinking, which may be
+in several tokens."""
 
 
 class _Text(msgspec.Struct):
@@ -134,8 +135,7 @@ _ECHOED: Mapping[str, Any] = {
     "tools": [],
     "top_logprobs": 0,
 }
-"""Settings of the request that its response repeats, with their values where the
-request has none."""
+"""Settings of the request that its response repeats, with their defaults."""
 _CONSTANT = {
     "background": False,
     "service_tier": "default",
@@ -185,13 +185,13 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Presentation(msgspec.Struct, frozen=True, kw_only=True):
-    """How a response is shown."""
+    """Form of a response."""
 
     logprobs: bool
     tools: Mapping[str, CalledTool] = {}
-    """The tools as the client knows them, by the name that the model knows."""
+    """The client's tools by the name that the model knows."""
     echo: Mapping[str, Any]
-    """The settings of the request that the response repeats."""
+    """Settings of the request that the response repeats."""
 
 
 class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
@@ -263,8 +263,8 @@ class ResponsesDialect(OpenAIDialect):
         find: FindTurn,
         query: Sequence[tuple[str, str]],
     ) -> bytes:
-        """An earlier response, whole. `find` returns a turn by its id. SessionError 404
-        if there is no such response."""
+        """Return an earlier response, whole. `find` returns a turn by its id. Raises
+        SessionError 404 if there is no such response."""
         node = None
         if response_id.startswith(_ID_PREFIX):
             turn_id = response_id.removeprefix(_ID_PREFIX)
@@ -285,7 +285,8 @@ class ResponsesDialect(OpenAIDialect):
     def logprobs(
         self, presentation: _Presentation, pieces: Sequence[Piece]
     ) -> list[Fields]:
-        """The log-probs of the pieces; empty if the request did not ask for them."""
+        """Return the log-probs of the pieces; empty if the request did not ask for
+        them."""
         if not presentation.logprobs:
             return []
         return self.token_logprobs(pieces)
@@ -297,8 +298,8 @@ class ResponsesDialect(OpenAIDialect):
         created: float,
         **changed: Any,
     ) -> Fields:
-        """A response object. `changed` are the fields that differ from those at its
-        beginning."""
+        """Return a response object. `changed` are the fields that differ from those at
+        its beginning."""
         return {
             "id": _ID_PREFIX + turn_id,
             "object": "response",
@@ -316,7 +317,7 @@ class ResponsesDialect(OpenAIDialect):
         answer: Answer,
         output: ResponseOutput,
     ) -> Fields:
-        """The response object of a whole answer."""
+        """Return the response object of a whole answer."""
         turn = answer.turn
         changed: Fields = {}
         if _is_complete(answer):
@@ -353,7 +354,7 @@ class ResponsesDialect(OpenAIDialect):
         }
 
     def _count_reasoning_tokens(self, answer: Answer) -> int:
-        """The number of tokens up to the end of thinking; all tokens if it has not
+        """Count the tokens up to the end of thinking; all tokens if it has not
         ended."""
         if not answer.message.reasoning:
             return 0
@@ -382,7 +383,8 @@ class _ResponseStream:
         self._output = ResponseOutput(start.turn_id, self._presentation.tools)
         self._num_events = 0
         self._logprobs: list[Fields] = []
-        """Those of tokens whose text is held back, or is not part of the message."""
+        """Log-probs of tokens whose text is held back, or is not part of the
+        message."""
 
     def head(self, cached_tokens: int) -> bytes:
         response = self._response(status="in_progress")
@@ -411,7 +413,8 @@ class _ResponseStream:
         return self._encode_events(events)
 
     def error(self, error: SessionError) -> bytes:
-        """Two events: some clients raise the first one, others act on the second."""
+        """Return two events: some clients raise the first one, others act on the
+        second."""
         code = error.code
         if error.status >= 500:
             code = "server_error"
@@ -448,7 +451,7 @@ def _is_complete(answer: Answer) -> bool:
 
 
 def _recorded_answer(node: Node) -> Answer:
-    """The answer of a recorded turn, in one piece."""
+    """Return the answer of a recorded turn, in one piece."""
     turn = node.turn
     piece = Piece(
         delta=Delta(),
@@ -459,7 +462,6 @@ def _recorded_answer(node: Node) -> Answer:
 
 
 def _delta_of(message: Message) -> Delta:
-    """A whole reply as one delta."""
     calls = []
     for index, call in enumerate(message.tool_calls):
         delta = CallDelta(
@@ -477,7 +479,7 @@ def _delta_of(message: Message) -> Delta:
 
 
 def _turn_id(response_id: str | None) -> str:
-    """The turn of a response; "" for none."""
+    """Return the turn of a response; "" for none."""
     if not response_id:
         return ""
     if not response_id.startswith(_ID_PREFIX):
@@ -487,7 +489,7 @@ def _turn_id(response_id: str | None) -> str:
 
 
 def _schema(text: _Text | None) -> str:
-    """The JSON schema that the reply must follow; "" for none."""
+    """Return the JSON schema that the reply must follow; "" for none."""
     if text is None or text.format is None:
         return ""
     text_format = text.format
@@ -495,7 +497,7 @@ def _schema(text: _Text | None) -> str:
 
 
 def _echo(raw: bytes) -> Fields:
-    """The settings in a request's body that its response repeats."""
+    """Return the settings in a request's body that its response repeats."""
     fields = _FIELDS.decode(raw)
     echo: Fields = {}
     for name, default in _ECHOED.items():
@@ -508,7 +510,7 @@ def _echo(raw: bytes) -> Fields:
 
 
 def _echo_of(node: Node) -> Fields:
-    """The settings that a retrieved response repeats, as far as its record has them."""
+    """Return the settings that a retrieved response repeats, if its record has them."""
     echo = dict(_ECHOED)
     echo["tools"] = [tool_fields(tool) for tool in node.tools]
     root = node.path()[0]

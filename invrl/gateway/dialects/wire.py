@@ -1,8 +1,8 @@
-"""What the wire formats have in common: reading a body, the errors that name a field of
-it, events.
+"""Common parts of the wire formats: reading a body, the errors that name a field of it,
+events.
 
-Every function that refuses something raises SessionError 400 with the name of the
-field."""
+Every function that refuses a value raises SessionError 400 with the name of the field.
+"""
 
 import hashlib
 import math
@@ -19,8 +19,7 @@ from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
 Fields = dict[str, Any]
-"""The fields of a JSON object in an answer or an event, in the order in which they are
-written."""
+"""Fields of a JSON object in an answer or an event, in writing order."""
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -45,18 +44,19 @@ _MAX_STOPS = 16
 _MAX_TOOLS = 4096
 _MAX_TOOL_NAME = 128
 _MAX_VALUES = 2**20
-"""Objects, lists and their items, of a body or of a call's arguments. Parsing is one
-step in which no other thread runs; for that many values it takes about 0.3 s."""
+"""Maximum number of objects, lists and their items of a body or of a call's arguments.
+Parsing is one step in which no other thread runs; for that many values it takes about
+0.3 s."""
 _MAX_SCHEMA_BYTES = 2**18
 _ANY_OBJECT = '{"type": "object"}'
 _MIN_LOGPROB = -9999.0
-"""JSON has no infinity; clients know this number for it."""
+"""Replaces minus infinity, which JSON lacks; clients know this number."""
 KEEP_ALIVE = b": waiting\n\n"
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The sampling parameters that OpenAI's dialects have in common, and those that
-    servers of open models add."""
+    """Common sampling parameters of OpenAI's dialects, and those that servers of open
+    models add."""
 
     temperature: _Temperature | None = None
     top_p: TopP | None = None
@@ -78,7 +78,7 @@ class Part(msgspec.Struct):
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """The function that a tool is. Some dialects give its fields other names."""
+    """Function of a tool. Some dialects give its fields other names."""
 
     name: str = ""
     description: str | None = None
@@ -87,7 +87,7 @@ class Function(msgspec.Struct, kw_only=True):
 
 
 class Format(msgspec.Struct):
-    """The format that the text of a reply must have."""
+    """Required format of a reply's text."""
 
     type: str
     schema: msgspec.Raw = NO_JSON
@@ -99,7 +99,7 @@ def bad_request(
     param: str | None = None,
     code: str = "invalid_request",
 ) -> SessionError:
-    """SessionError 400 for the field `param`."""
+    """Return SessionError 400 for the field `param`."""
     return SessionError(message, status=400, code=code, param=param)
 
 
@@ -108,7 +108,7 @@ def decode(
     raw: bytes,
     table: FieldTable,
 ) -> tuple[Body, tuple[str, ...]]:
-    """The body of a request, and the names of its fields that are ignored."""
+    """Decode the body of a request; return it and the names of its ignored fields."""
     _check_number_of_values(raw, "the body")
     try:
         raw.decode()  # msgspec does not check the encoding of what it skips
@@ -125,16 +125,16 @@ def decode(
 
 
 def _field_in(reason: str) -> str | None:
-    """The field that an error of msgspec is about: its message ends with the field's
-    path, as `$.a.b`."""
+    """Return the field that an error of msgspec is about: its message ends with the
+    field's path, as `$.a.b`."""
     _, _, path = reason.partition("`$.")
     return path.rstrip("`") or None
 
 
 def _check_number_of_values(raw: bytes, name: str) -> None:
-    """SessionError 400 if there are more values than may be parsed in one step. Values
-    are counted by the signs between them: first all signs, then, if those are too many,
-    only the signs outside of strings."""
+    """Raise SessionError 400 if there are more values than may be parsed in one step.
+    Values are counted by the signs between them: first all signs, then, if those are
+    too many, only the signs outside of strings."""
     if len(raw) <= _MAX_VALUES or _count_signs(raw) <= _MAX_VALUES:
         return
     # Without escapes, every quote that is left begins or ends a string.
@@ -155,8 +155,8 @@ def _count_signs(raw: bytes) -> int:
 
 
 def call_arguments(text: str, param: str) -> str:
-    """The arguments of a call. SessionError 400 if they have too many values to be
-    parsed in one step."""
+    """Return the arguments of a call. Raises SessionError 400 if they have too many
+    values to be parsed in one step."""
     if len(text) > _MAX_VALUES:
         raw = text.encode("utf-8", "surrogatepass")
         _check_number_of_values(raw, param)
@@ -166,8 +166,8 @@ def call_arguments(text: str, param: str) -> str:
 def stop_strings(
     stop: str | Sequence[str] | None, param: str = "stop"
 ) -> tuple[str, ...]:
-    """The stop strings of a body. SessionError 400 for too many of them, or for an
-    empty one."""
+    """Return the stop strings of a body. Raises SessionError 400 for too many of them,
+    or for an empty one."""
     if stop is None:
         return ()
     if isinstance(stop, str):
@@ -179,7 +179,7 @@ def stop_strings(
 
 
 def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
-    """The model's name of a client's role, by the mapping `roles`."""
+    """Return the model's name of a client's role, by the mapping `roles`."""
     if role not in roles:
         reason = f"{param}.role: {role!r} is not one of {', '.join(roles)}"
         raise bad_request(reason, param=f"{param}.role")
@@ -187,7 +187,8 @@ def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
 
 
 def text_of(content: str | Sequence[Part], param: str) -> str:
-    """The text of a message's content. SessionError 400 for a part that is not text."""
+    """Return the text of a message's content. Raises SessionError 400 for a part that
+    is not text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -201,9 +202,9 @@ def text_of(content: str | Sequence[Part], param: str) -> str:
 
 
 def make_tool(function: Function, param: str, name: str = "") -> Tool:
-    """SessionError 400 for a name that clients' parsers do not take, or for a schema
-    that is not an object. `name` is the name that the model is shown, if it is not the
-    function's own."""
+    """Make a tool. Raises SessionError 400 for a name that clients' parsers do not
+    take, or for a schema that is not an object. `name` is the name shown to the model,
+    if it is not the function's own."""
     name = name or function.name
     if not _is_tool_name(name):
         param = f"{param}.name"
@@ -226,7 +227,8 @@ def _is_tool_name(name: str) -> bool:
 
 
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """SessionError 400 for too many tools, or for two of one name."""
+    """Return the tools. Raises SessionError 400 for too many tools, or for two of one
+    name."""
     names = {tool.name for tool in tools}
     if len(tools) > _MAX_TOOLS or len(names) < len(tools):
         reason = f"`tools` takes up to {_MAX_TOOLS} tools, each name once"
@@ -235,7 +237,7 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 
 
 def plain_choice(choice: Any) -> ToolChoice | None:
-    """A tool choice that is one word; None for a choice that names tools."""
+    """Return a tool choice that is one word; None for a choice that names tools."""
     if choice is None:
         return ToolChoice(mode="auto")
     if choice in ("auto", "none", "required"):
@@ -247,8 +249,8 @@ def allowed_choice(
     mode: Literal["auto", "required"],
     names: Sequence[str],
 ) -> ToolChoice:
-    """Only the named tools may be called ("auto"), or one of them must be ("required").
-    The prompt shows all tools."""
+    """Return a choice that allows only the named tools ("auto"), or requires one of
+    them ("required"). The prompt shows all tools."""
     if not names:
         reason = "`tool_choice`: allowed_tools must name at least one function"
         raise bad_request(reason, param="tool_choice")
@@ -257,7 +259,7 @@ def allowed_choice(
 
 
 def json_object(raw: msgspec.Raw, param: str) -> str:
-    """The text of a JSON object; "" for null or nothing."""
+    """Return the text of a JSON object; "" for null or nothing."""
     text = bytes(raw).decode()
     if text in ("", "null"):
         return ""
@@ -269,7 +271,8 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
 
 
 def json_schema(raw: msgspec.Raw, param: str) -> str:
-    """As `json_object`; SessionError 400 also for a schema that is too long."""
+    """Return text like `json_object`; also raises SessionError 400 for a schema that is
+    too long."""
     if len(raw) > _MAX_SCHEMA_BYTES:
         reason = f"{param} has {len(raw)} bytes, at most {_MAX_SCHEMA_BYTES} are taken"
         raise bad_request(reason, param=param, code="schema_too_long")
@@ -277,7 +280,7 @@ def json_schema(raw: msgspec.Raw, param: str) -> str:
 
 
 def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
-    """The JSON schema that a response format of this kind asks for; "" for plain
+    """Return the JSON schema that a response format of this kind asks for; "" for plain
     text."""
     if kind == "text":
         return ""
@@ -300,12 +303,12 @@ def thinking_of_effort(effort: str | None) -> bool | None:
 
 
 def digest(dialect: bytes, raw: bytes) -> str:
-    """A retry of the same request in the same dialect has the same digest."""
+    """Hash a request; a retry in the same dialect has the same digest."""
     return hashlib.blake2b(dialect + raw, digest_size=16).hexdigest()
 
 
 def finite(logprob: float) -> float:
-    """The log-prob as JSON can write it."""
+    """Return the log-prob as JSON can write it."""
     if math.isfinite(logprob):
         return logprob
     return _MIN_LOGPROB
@@ -322,7 +325,7 @@ class SampledToken:
 
 
 def sampled_tokens(pieces: Sequence[Piece]) -> Iterator[SampledToken]:
-    """The tokens of the pieces, in their order."""
+    """Yield the tokens of the pieces in order."""
     for piece in pieces:
         ids = piece.ids_T.tolist()
         logprobs = piece.logprobs_T.tolist()
@@ -336,7 +339,7 @@ def sampled_tokens(pieces: Sequence[Piece]) -> Iterator[SampledToken]:
 
 
 def encode_event(data: Any, name: str = "") -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     lines = b"data: " + msgspec.json.encode(data)
     if name:
         lines = f"event: {name}\n".encode() + lines

@@ -1,4 +1,5 @@
-"""Between messages and token ids: chat template, tokenizer, tool-call parsing.
+"""Conversion between messages and token ids: chat template, tokenizer, tool-call
+parsing.
 
 Start with `renderer.py`.
 """

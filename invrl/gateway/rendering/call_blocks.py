@@ -1,5 +1,4 @@
-"""Blocks of a reply that may be tool calls, one type for each way in which models mark
-their calls.
+"""Blocks of a reply that may be tool calls, one type for each way of marking calls.
 
 | type | marks | the block is | streamed | content, if there are calls |
 |---|---|---|---|---|
@@ -7,8 +6,9 @@ their calls.
 | `OpenBlock` | only the beginning (Mistral, Llama) | the rest of the reply | nothing | as SGLang parses it |
 | `UnmarkedBlock` | none (Pythonic) | the whole reply | its content | as SGLang parses it |
 
-Every block has an SGLang parser of its own. A block without a call of a known tool is
-content, all of it."""
+Every block has its own SGLang parser. A block without a call of a known tool is
+entirely content.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ if TYPE_CHECKING:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 _MAX_PARSED_PER_NEW_CHARACTER = 20
-"""SGLang's parser reads the whole block again for every piece. A piece is therefore
-passed to it only once it has at least one character for so many that were parsed
-before."""
+"""SGLang's parser rereads the whole block for every piece. A piece is therefore passed
+to it only once it has at least one character for this many that were parsed before."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a block, as far as it was returned."""
+    """A call of a block, as returned so far."""
 
     name: str
     arguments: str
 
 
 class CallBlock(ABC):
-    """A block of text that may be a call, or several. `first_index` is the number of
-    the block's first call in the reply."""
+    """A block of text that may be one or more calls. `first_index` is the number of the
+    block's first call in the reply."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class CallBlock(ABC):
         self._parsed = 0
         """Characters that were passed to the incremental parser."""
         self._tool_is_known = False
-        """The incremental parser is reading a call of one of the tools."""
+        """Whether the incremental parser is reading a call of one of the tools."""
         self._calls: list[_Call] = []
 
     @property
@@ -70,26 +69,27 @@ class CallBlock(ABC):
 
     @abstractmethod
     def stream(self, text: str, end: int | None) -> Delta:
-        """What has become certain of the block that `text` begins with. `end` is where
-        the block ends, None if that has not arrived."""
+        """Return what has become certain of the block that `text` begins with. `end` is
+        where the block ends, None if that has not arrived."""
 
     @abstractmethod
     def close(self, text: str) -> Delta:
-        """What `stream` has not returned of the whole block. Its content comes behind
-        its calls."""
+        """Return the part of the whole block that `stream` has not returned. Its
+        content comes after its calls."""
 
     def _parse_piece(self, piece: str) -> tuple[str, Sequence[ToolCallItem]]:
-        """The content and the pieces of calls that the incremental parser reads."""
+        """Return the content and the pieces of calls that the incremental parser
+        reads."""
         self._parsed += len(piece)
         return _parse(self._parser.parse_stream_chunk, piece)
 
     def _parse_whole(self, text: str) -> tuple[str, Sequence[ToolCallItem]]:
-        """The content and the calls of the whole block."""
+        """Return the content and the calls of the whole block."""
         return _parse(self._parser.parse_non_stream, text)
 
     def _read_items(self, items: Sequence[ToolCallItem]) -> tuple[CallDelta, ...]:
-        """The pieces of calls that the incremental parser has read. A call's first
-        piece has its name."""
+        """Return the pieces of calls that the incremental parser has read. A call's
+        first piece has its name."""
         pieces = []
         for item in items:
             if item.name:
@@ -104,7 +104,7 @@ class CallBlock(ABC):
         return tuple(pieces)
 
     def _read_missing(self, items: Sequence[ToolCallItem]) -> tuple[CallDelta, ...]:
-        """What was not returned yet of the calls of the whole block."""
+        """Return what was not returned yet of the calls of the whole block."""
         known_items = [item for item in items if item.name in self._tool_names]
         pieces = []
         for place, item in enumerate(known_items):
@@ -123,8 +123,8 @@ class CallBlock(ABC):
         return self._extend_call(place, rest)
 
     def _begin_call(self, name: str, arguments: str) -> CallDelta:
-        """The call's id is made of the turn and the call's place, so that a retry gets
-        the same one."""
+        """Begin a call. Its id is made of the turn and the call's position, so that a
+        retry gets the same one."""
         index = self._first_index + len(self._calls)
         arguments = _without_lone_surrogates(arguments)
         self._calls.append(_Call(name, arguments))
@@ -194,7 +194,7 @@ class UnmarkedBlock(CallBlock):
     content; that part was returned then, and cannot be corrected at the end."""
 
     _streamed_content = ""
-    """What `stream` has returned so far."""
+    """Content that `stream` has returned so far."""
 
     def stream(self, text: str, end: int | None) -> Delta:
         piece = text[self._parsed :]
@@ -215,15 +215,15 @@ class UnmarkedBlock(CallBlock):
         return Delta(content=content, calls=calls)
 
     def _rest(self, text: str) -> str:
-        """The content that was not streamed: none if there are calls, otherwise the
-        rest of the text."""
+        """Return the content that was not streamed: none if there are calls, otherwise
+        the rest of the text."""
         if self._calls or not text.startswith(self._streamed_content):
             return ""
         return text.removeprefix(self._streamed_content)
 
 
 def block_type(form: CallForm) -> type[CallBlock]:
-    """The type of the blocks of a form."""
+    """Return the type of the blocks of a form."""
     if form.ends:
         return DelimitedBlock
     if form.begins:
@@ -235,8 +235,8 @@ def _parse(
     parse: Callable[[str], tuple[str, list[ToolCallItem]]],
     text: str,
 ) -> tuple[str, Sequence[ToolCallItem]]:
-    """Content and calls. SGLang's parsers raise various exceptions for JSON that is no
-    call or is nested too deeply; the text is then no call."""
+    """Return content and calls. SGLang's parsers raise various exceptions for JSON that
+    is no call or is nested too deeply; the text is then no call."""
     try:
         return parse(text)
     except Exception:
@@ -244,6 +244,6 @@ def _parse(
 
 
 def _without_lone_surrogates(arguments: str) -> str:
-    """Replaces what UTF-8 cannot encode: a model may sample half of a surrogate pair,
+    """Replace what UTF-8 cannot encode: a model may sample half of a surrogate pair,
     and SGLang keeps it."""
     return arguments.encode(errors="replace").decode()

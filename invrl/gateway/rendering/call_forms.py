@@ -1,5 +1,4 @@
-"""How models write tool calls: the marks around a call, by the name of SGLang's
-parser."""
+"""Forms of tool calls: the marks around a call, by the name of SGLang's parser."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """The marks of one family of models. A block of text that may be a call begins with
-    one of `begins` and ends with the first of `ends`; without `ends` it ends with the
+    """Marks of one family of models. A block of text that may be a call begins with one
+    of `begins` and ends with the first of `ends`; without `ends` it ends with the
     text."""
 
     begins: tuple[str, ...]
     ends: tuple[str, ...] = ()
     outer: str = ""
-    """SGLang's parser expects this mark before a block. It is added to a block that
+    """Mark that SGLang's parser expects before a block. It is added to a block that
     lacks it."""
     closing: str = ""
-    """The mark that follows the last call."""
+    """Mark after the last call."""
     lenient: bool = False
-    """SGLang's parser takes a block without its end mark for a whole call."""
+    """Whether SGLang's parser takes a block without its end mark for a whole call."""
 
 
 _DEEPSEEK = CallForm(
@@ -43,5 +42,5 @@ CALL_FORMS = {
     ),
     "MistralDetector": CallForm(begins=("[TOOL_CALLS]",)),
 }
-"""The forms that are known. With any other parser, everything from its first mark on is
-one block."""
+"""Known forms. With any other parser, everything from its first mark on is one
+block."""

@@ -1,5 +1,5 @@
 """The grammar of a reply that must call a tool, in the form that the model was trained
-to call in."""
+on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def reply_grammar(
     parallel: bool,
     schema: str,
 ) -> str:
-    """The grammar, as EBNF, of a reply that calls tools; with a `schema`, of a reply
-    that either calls tools or follows the schema. ValueError or RuntimeError if there
-    is no such grammar.
+    """Return the grammar, as EBNF, of a reply that calls tools; with a `schema`, of a
+    reply that either calls tools or follows the schema. Raises ValueError or
+    RuntimeError if there is no such grammar.
 
-    It is EBNF because of the forms that SGLang takes, sglang-router 0.3.2 passes on
-    only this one: it drops structural tags."""
+    It is EBNF because sglang-router 0.3.2 passes on only this one of SGLang's forms: it
+    drops structural tags.
+    """
     from xgrammar import Grammar
 
     calls = Grammar.from_structural_tag(_call_tag(parser_name, tools, choice, parallel))
@@ -41,7 +42,7 @@ def reply_grammar(
 def _call_tag(
     parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool
 ) -> dict[str, Json]:
-    """XGrammar's structural tag of a reply that consists of calls."""
+    """Return XGrammar's structural tag of a reply that consists of calls."""
     from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
 
     # `strict`: the arguments of a forced call follow the tool's schema.
@@ -77,7 +78,7 @@ def _callable_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
 
 
 def _converted_tag(tag: dict[str, Any], parallel: bool) -> dict[str, Json]:
-    """A structural tag in SGLang's older form, converted to XGrammar's."""
+    """Convert a structural tag in SGLang's older form to XGrammar's."""
     tags = []
     for structure in tag["structures"]:
         fields = dict(structure)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def call_parser(name: str, tools: Sequence[Tool]) -> FunctionCallParser:
-    """SGLang's parser of that name. ValueError if there is none."""
+    """Return SGLang's parser of that name. Raises ValueError if there is none."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     return FunctionCallParser(_sglang_tools(tuple(tools)), name)

@@ -1,19 +1,20 @@
 """Reads tool calls out of the text of a reply, whole or as it arrives, in the order of
 the text.
 
-The text is cut into content and blocks that may be a call. Every block gets an SGLang
-parser of its own: a parser that fails on one block neither loses the text behind it nor
+The text is cut into content and blocks that may be a call. Every block gets its own
+SGLang parser: a parser that fails on one block neither loses the text after it nor
 takes the arguments of the next call for its own. Invariant: nothing is lost. A block
-that is not a call of a known tool is returned as content. So is a call that was cut
+that is not a call of a known tool is returned as content, as is a call that was cut
 short, unless its beginning was streamed already: then the call ends where it was cut.
 
 A call is streamed while it arrives only if its family of models marks the end of a
 call. The calls of other families (Llama's, Mistral's) are returned once the reply has
-ended, because behind a call of an unknown tool SGLang's incremental parsers return some
+ended, because after a call of an unknown tool SGLang's incremental parsers return some
 calls twice and invent others. From the list of calls that it parses at the end, SGLang
 drops those of unknown tools. If a family has no marks at all (Pythonic), SGLang's
 parser decides which part of a stream is content. The types of blocks are in
-`call_blocks.py`."""
+`call_blocks.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,24 +54,23 @@ class CallReader:
             form = _form_of_mark(self._detector.bot_token)
         self._form = form
         self._text = ""
-        """Text that was not returned yet: it may become a block, or it begins with the
-        current block."""
+        """Text not returned yet: it may become a block, or it begins with the current
+        block."""
         self._space = ""
         """Whitespace at the end of the content so far. Around calls, it is content only
         if more follows."""
         self._content = ""
-        """All content so far, kept for forms that are not known."""
+        """All content so far, kept for unknown forms."""
         self._num_calls = 0
-        """The number of calls in the blocks that have ended."""
+        """Number of calls in the blocks that have ended."""
         self._after_call = False
-        """The block before was a call."""
+        """Whether the previous block was a call."""
         self._block: CallBlock | None = None
-        """The block that `_text` begins with."""
         self._deltas: list[Delta] = []
-        """What was read but not returned yet."""
+        """Deltas read but not returned yet."""
 
     def push(self, text: str) -> Delta:
-        """What `text` adds to the reply, as far as it is certain."""
+        """Return what `text` adds to the reply, as far as it is certain."""
         self._text += text
         if not self._stream:
             return Delta()
@@ -78,7 +78,7 @@ class CallReader:
         return self._next_delta()
 
     def finish(self) -> tuple[Delta, ...]:
-        """The rest of the reply, once the text is complete."""
+        """Return the rest of the reply, once the text is complete."""
         self._deltas.extend(self._read_text(is_last=True))
         if self._space and not self._num_calls:
             self._deltas.append(Delta(content=self._space))
@@ -99,8 +99,8 @@ class CallReader:
         return Delta(content=content, calls=tuple(calls))
 
     def _next_delta(self) -> Delta:
-        """As much as fits into one delta, in which content comes before calls. Content
-        behind a call is left for the next delta."""
+        """Return as much as fits into one delta, in which content comes before calls.
+        Content after a call is left for the next delta."""
         content = ""
         calls: tuple[CallDelta, ...] = ()
         while self._deltas:
@@ -112,7 +112,7 @@ class CallReader:
         return Delta(content=content, calls=calls)
 
     def _read_text(self, *, is_last: bool) -> Iterator[Delta]:
-        """Reads the text as far as it is certain. `is_last`: no more text will come."""
+        """Read the text as far as it is certain. `is_last`: no more text will come."""
         while self._text:
             if self._block is None:
                 begin = self._find_block()
@@ -131,7 +131,7 @@ class CallReader:
             yield from self._close_block(self._block, end)
 
     def _find_block(self) -> int | None:
-        """Where the next block begins; None if no block has begun."""
+        """Return where the next block begins; None if no block has begun."""
         if not self._form.begins:
             return 0
         positions = []
@@ -148,9 +148,9 @@ class CallReader:
         return None
 
     def _find_end_of_block(self) -> int | None:
-        """Where the block that the text begins with ends, mark included; None if the
-        mark has not come."""
-        # The end is searched for behind the beginning, unless one mark is both.
+        """Return where the block that the text begins with ends, mark included; None if
+        the mark has not come."""
+        # The end is searched for after the beginning, unless one mark is both.
         start = 0
         begin_mark = self._begin_mark()
         if begin_mark not in self._form.ends:
@@ -163,7 +163,7 @@ class CallReader:
         return min(ends, default=None)
 
     def _begin_mark(self) -> str:
-        """The mark that the text begins with; "" if it begins with none."""
+        """Return the mark that the text begins with; "" if it begins with none."""
         for mark in self._form.begins:
             if self._text.startswith(mark):
                 return mark
@@ -180,7 +180,7 @@ class CallReader:
         )
 
     def _stream_block(self, block: CallBlock, end: int | None) -> Iterator[Delta]:
-        """What has become certain of the block."""
+        """Yield what has become certain of the block."""
         delta = block.stream(self._text, end)
         if delta.content:
             yield self._content_delta(delta.content)
@@ -188,14 +188,14 @@ class CallReader:
             yield self._calls_delta(delta.calls)
 
     def _close_block(self, block: CallBlock, end: int) -> Iterator[Delta]:
-        """What was not returned yet of the block, which has ended."""
+        """Yield what was not returned yet of the block, which has ended."""
         text = self._take(end)
         self._block = None
         delta = block.close(text)
         closes_calls = self._after_call and text == self._form.closing
         self._after_call = block.num_calls > 0
         if closes_calls and not self._after_call:
-            return  # the mark behind the last call is no content
+            return  # the mark after the last call is not content
         yield self._calls_delta(delta.calls)
         self._num_calls += block.num_calls
         if delta.content:
@@ -207,16 +207,16 @@ class CallReader:
         return taken
 
     def _take_content(self, *, is_last: bool) -> str:
-        """The text in which no block has begun, without a possible beginning of a mark
-        at its end."""
+        """Return the text in which no block has begun, without a possible beginning of
+        a mark at its end."""
         held_back = 0
         if not is_last:
             held_back = partial_mark_length(self._text, self._form.begins)
         return self._take(len(self._text) - held_back)
 
     def _content_delta(self, text: str) -> Delta:
-        """`text` as content. Whitespace at its end is held back until more content
-        follows: around calls it is no content."""
+        """Return `text` as content. Whitespace at its end is held back until more
+        content follows: around calls it is no content."""
         if not self._form_is_known:
             self._content += text
         text = self._space + text
@@ -225,7 +225,7 @@ class CallReader:
         return Delta(content=visible)
 
     def _calls_delta(self, calls: Iterable[CallDelta]) -> Delta:
-        """The calls that add something, as far as `max_calls` permits."""
+        """Return the calls that add something, as far as `max_calls` permits."""
         shown = []
         for call in calls:
             is_permitted = self._max_calls is None or call.index < self._max_calls
@@ -235,7 +235,7 @@ class CallReader:
 
 
 def _form_of_mark(mark: str) -> CallForm:
-    """The form of a parser that is not known: from its mark on, everything is one
+    """Return the form of an unknown parser: from its mark on, everything is one
     block."""
     if not mark:
         return CallForm(begins=())

@@ -1,8 +1,9 @@
-"""The chat template of a model: where its Jinja text comes from, and how messages are
-passed to it.
+"""The chat template of a model: the source of its Jinja text, and the conversion of
+messages for it.
 
-It is rendered as transformers does (`template_language.py`), so that prompts are what
-the model was trained on."""
+It is rendered like in transformers (`template_language.py`), so that prompts are those
+that the model was trained on.
+"""
 
 import contextlib
 import json
@@ -30,34 +31,33 @@ SHIPPED_TEMPLATES = {
     # The short one is for models that lose the thread of a long prompt.
     "chatml-tools-short": _FOLDER / "chatml_tools_short.jinja",
 }
-"""The chat templates that come with invrl. A setting may give one by its name instead
-of a path."""
+"""Chat templates shipped with invrl. A setting may name one instead of a path."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Around what the model generates, in templates that say so."""
+"""Marks the model's output, in templates that have it."""
 _NO_CONTROL_TOKENS = ControlTokens()
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSources:
-    """The Jinja texts of a model: some have a template of their own for conversations
-    with tools."""
+    """Jinja texts of a model: some have a separate template for conversations with
+    tools."""
 
     default: str
     tool_use: str
 
     @classmethod
     def same(cls, text: str) -> "TemplateSources":
-        """One text for all conversations."""
+        """Return one text for all conversations."""
         return cls(default=text, tool_use=text)
 
 
 def template_sources(
     model_path: str, chat_template: str | None = None
 ) -> TemplateSources:
-    """The chat templates, as transformers finds them. `chat_template` is the path of a
-    file or the name of a shipped template; None for the model folder's own. ConfigError
-    if there is none."""
+    """Return the chat templates, as transformers finds them. `chat_template` is the
+    path of a file or the name of a shipped template; None for the model folder's own.
+    Raises ConfigError if there is none."""
     if chat_template:
         return TemplateSources.same(read_template(chat_template))
     folder = Path(model_path)
@@ -76,8 +76,8 @@ def template_sources(
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
-    """The templates that have files of their own, by their names. They replace those of
-    the settings."""
+    """Return the templates with separate files, by name. They replace those of the
+    settings."""
     by_name = {}
     default = folder / "chat_template.jinja"
     if default.exists():
@@ -88,7 +88,8 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
 
 
 def _templates_in_settings(folder: Path) -> dict[str, str]:
-    """The templates in tokenizer_config.json: one text, or a list of named ones."""
+    """Return the templates in tokenizer_config.json: one text, or a list of named
+    ones."""
     template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         return {named["name"]: named["template"] for named in template}
@@ -98,8 +99,8 @@ def _templates_in_settings(folder: Path) -> dict[str, str]:
 
 
 def read_template(chat_template: str) -> str:
-    """The Jinja text of a file, or of a shipped template by its name. ConfigError if it
-    cannot be read."""
+    """Return the Jinja text of a file, or of a shipped template by its name. Raises
+    ConfigError if it cannot be read."""
     file = SHIPPED_TEMPLATES.get(chat_template) or Path(chat_template).expanduser()
     try:
         return file.read_text(encoding="utf-8")
@@ -113,12 +114,12 @@ def read_template(chat_template: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """How a template expects a message with tool calls."""
+    """Form in which a template expects a message with tool calls."""
 
     arguments_as_text: bool
-    """The arguments are JSON text; otherwise an object."""
+    """Whether the arguments are JSON text; otherwise an object."""
     no_content: str | None
-    """The content of a reply that has only calls."""
+    """Content of a reply that has only calls."""
 
 
 _CALL_FORMS = (
@@ -150,10 +151,10 @@ class JinjaTemplate(Template):
         self._reply_marks = ContentMarks(control_tokens.replies)
         self._special_tokens = special_tokens(folder)
         self._today = datetime.now()
-        """The date that templates show. It stays the same past midnight, because all
-        turns of a conversation must render the same beginning."""
+        """Date that templates show. It stays the same past midnight, because all turns
+        of a conversation must render the same beginning."""
         self._call_forms: dict[str, _CallForm] = {}
-        """By the template's source."""
+        """Forms by the template's source."""
         self._find_call_form(sources.default, _PROBE)
         if sources.tool_use != sources.default:
             self._find_call_form(sources.tool_use, _PROBE_WITH_TOOLS)
@@ -163,7 +164,7 @@ class JinjaTemplate(Template):
         return text
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
-        """By `{% generation %}` blocks, if the template has any."""
+        """Find the last reply by `{% generation %}` blocks, if the template has any."""
         if not _GENERATION_BLOCK.search(self._source(prompt)):
             return None
         _, marks = self._render(prompt, add_generation_prompt=False)
@@ -174,7 +175,8 @@ class JinjaTemplate(Template):
     def _render(
         self, prompt: Prompt, *, add_generation_prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and beginning and end of each `{% generation %}` block in it."""
+        """Return the text, and beginning and end of each `{% generation %}` block in
+        it."""
         from invrl.gateway.rendering.template_language import render_template
 
         variables: dict[str, Any] = dict(self._special_tokens)
@@ -207,7 +209,7 @@ class JinjaTemplate(Template):
         return marked
 
     def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """How many texts of control tokens the messages have, which are rendered as
+        """Count the texts of control tokens in the messages, which are rendered as
         plain text."""
         count = 0
         for message in messages:
@@ -271,7 +273,8 @@ def _template_call(call: ToolCall, call_form: _CallForm) -> dict[str, Any]:
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form, in which transformers passes tools to templates."""
+    """Return a tool in OpenAI's form, in which transformers passes tools to
+    templates."""
     function = {
         "name": tool.name,
         "description": tool.description,

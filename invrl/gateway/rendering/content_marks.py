@@ -19,13 +19,13 @@ _MARK_OR_CHARACTER = re.compile(f"{MARK}({MARK}?)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTokens:
-    """The texts of the tokens that only the template may write."""
+    """Texts of the tokens that only the template may write."""
 
     contents: frozenset[str] = frozenset()
-    """In all that a client sends."""
+    """Texts in everything that a client sends."""
     replies: frozenset[str] = frozenset()
-    """In the text of replies. Marks of thinking and of calls may stand there: some
-    clients send them so."""
+    """Texts in replies. Marks of thinking and of calls may occur there: some clients
+    send them so."""
 
 
 class ContentMarks:
@@ -35,7 +35,7 @@ class ContentMarks:
         self._pattern = any_of(tokens)
 
     def mark(self, value: Any) -> Any:
-        """A JSON value, all of whose texts are marked."""
+        """Return a JSON value with all its texts marked."""
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, list):
@@ -45,7 +45,7 @@ class ContentMarks:
         return value
 
     def count(self, text: str) -> int:
-        """The number of control tokens in a content."""
+        """Count the control tokens in a content."""
         if self._pattern is None:
             return 0
         return len(self._pattern.findall(text))
@@ -58,7 +58,7 @@ class ContentMarks:
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
-    """An expression that finds the longest of the tokens; None if there are no
+    """Return an expression that finds the longest of the tokens; None if there are no
     tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     if not longest_first:
@@ -67,11 +67,11 @@ def any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
 
 
 def double_marks(text: str) -> str:
-    """The text as `without_marks` takes it: each of its own characters that looks like
-    a mark is written twice."""
+    """Return the text as input of `without_marks`: each of its own characters that
+    looks like a mark is doubled."""
     return text.replace(MARK, MARK + MARK)
 
 
 def without_marks(text: str) -> str:
-    """The text as it was before it was marked."""
+    """Return the text as it was before it was marked."""
     return _MARK_OR_CHARACTER.sub(r"\1", text)

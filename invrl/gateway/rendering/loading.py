@@ -31,9 +31,9 @@ def load_renderer(
     keep_thinking: bool = True,
     special_tokens_in_content: ContentTokens = "plain",
 ) -> Renderer:
-    """The renderer of a model folder. `chat_template`: the path of a file or the name
-    of a shipped template, used instead of the folder's own. Raises ConfigError for a
-    tokenizer that is missing or broken, and if there is no chat template."""
+    """Return the renderer of a model folder. `chat_template` is the path of a file or
+    the name of a shipped template, used instead of the folder's own. Raises ConfigError
+    for a tokenizer that is missing or broken, and if there is no chat template."""
     folder = Path(model_path)
     tokenizer = load_tokenizer(folder)
     stop_ids = end_ids(folder)
@@ -58,8 +58,8 @@ def load_renderer(
 def _find_control_tokens(
     template: JinjaTemplate, tokenizer: FastTokenizer
 ) -> ControlTokens:
-    """The tokens that the tokenizer calls special, and those that the template writes
-    around contents (DeepSeek's marks of the roles are not called special)."""
+    """Return the tokens that the tokenizer calls special, and those that the template
+    writes around contents (DeepSeek's role marks are not called special)."""
     added = tokenizer.added_tokens()
     in_chat = _written(template, added, [_CHAT, _SYSTEM])
     in_calls = _written(template, added, [_REPLY_WITH_CALL]) - in_chat
@@ -78,7 +78,7 @@ def _find_control_tokens(
 def _written(
     template: JinjaTemplate, tokens: frozenset[str], prompts: Sequence[Prompt]
 ) -> frozenset[str]:
-    """Those of the tokens that the template writes for one of the prompts."""
+    """Return the tokens that the template writes for one of the prompts."""
     texts: list[str] = []
     for prompt in prompts:
         for add_generation_prompt in (False, True):

@@ -1,11 +1,12 @@
 """Tokenizes rendered texts in which the control tokens of contents are marked
-(`content_marks.py`): a marked one becomes the ids of its characters, as any other text,
-and everything else what it always is.
+(`content_marks.py`): a marked one becomes the ids of its characters, like any other
+text; everything else is tokenized as usual.
 
-A text with marks is tokenised by a second tokenizer. It is the same one, except that
-each control token has another, secret text in it. In the rendered text, the control
-tokens without a mark (the template's) are replaced by these secret texts, and the marks
-are removed. What is left of control tokens is ordinary text."""
+A second tokenizer handles texts with marks. It is the same one, except that each
+control token has another, secret text in it. In the rendered text, the control tokens
+without a mark (the template's) are replaced by these secret texts, and the marks are
+removed. The remaining control tokens are then ordinary text.
+"""
 
 import secrets
 import threading
@@ -16,8 +17,8 @@ from invrl.gateway.rendering.tokenizer import FastTokenizer
 
 
 class MarkedTokenizer:
-    """A model's tokenizer, for texts that may have marks. `control_tokens`: those that
-    may be marked."""
+    """A model's tokenizer, for texts that may have marks. `control_tokens` are those
+    that may be marked."""
 
     def __init__(
         self, tokenizer: FastTokenizer, control_tokens: Collection[str]
@@ -38,7 +39,7 @@ class MarkedTokenizer:
     def encode(
         self, text: str, *, inside: bool = False, max_ids: int | None = None
     ) -> list[int]:
-        """As that of the tokenizer."""
+        """Encode like the tokenizer."""
         if MARK not in text:
             return self._tokenizer.encode(text, inside=inside, max_ids=max_ids)
         if self._pattern is not None:
@@ -54,7 +55,7 @@ class MarkedTokenizer:
         return self._tokenizer.decode(ids, special=special, inside=inside)
 
     def preload(self) -> None:
-        """Loads the second tokenizer, so that no request has to wait for it."""
+        """Load the second tokenizer, so that no request has to wait for it."""
         self._load_secretive()
 
     def _load_secretive(self) -> FastTokenizer:

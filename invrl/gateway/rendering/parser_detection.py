@@ -1,7 +1,7 @@
 """Finds the parsers of a model: an example is rendered with its chat template, and the
-first parser that reads it as it was written is the model's. A mark in the template's
-text proves nothing: several families write `<tool_call>`, each with something else
-behind it."""
+first parser that reads it back correctly is the model's. A mark in the template's text
+proves nothing: several families write `<tool_call>`, each followed by something
+else."""
 
 import json
 
@@ -29,9 +29,9 @@ _CALL_PARSERS = (
     "lfm2",
     "pythonic",
 )
-"""SGLang's names, in the order in which they are tried."""
+"""SGLang's names, in the order of trying."""
 _THINKING_PARSER = "qwen3"
-"""Reads `<think>` at the beginning of a reply, or behind a prompt that opens it."""
+"""Reads `<think>` at the beginning of a reply, or after a prompt that opens it."""
 _PARAMETERS = '{"type": "object", "properties": {"probe_key": {"type": "string"}}}'
 _TOOL = Tool(name="probe_tool", description="Probes.", parameters=_PARAMETERS)
 _ARGUMENTS = {"probe_key": "probe value"}
@@ -44,7 +44,7 @@ _REPLY = Message("assistant", "y")
 
 
 def shows_tools(renderer: Renderer) -> bool:
-    """Whether the template tells the model which tools there are."""
+    """Whether the template shows tools to the model."""
     try:
         return _TOOL.name in renderer.text(Prompt(messages=(_ASK,), tools=(_TOOL,)))
     except SessionError:
@@ -52,8 +52,8 @@ def shows_tools(renderer: Renderer) -> bool:
 
 
 def detect_call_parser(renderer: Renderer) -> str:
-    """SGLang's name of the parser of tool calls; "" if the template shows no tools, or
-    if no parser reads a call as the template writes it."""
+    """Return SGLang's name of the parser of tool calls; "" if the template shows no
+    tools, or if no parser reads a call as the template writes it."""
     if not shows_tools(renderer):
         return ""
     prompt = Prompt(messages=(_ASK, _CALL), tools=(_TOOL,))
@@ -83,8 +83,8 @@ def _reads_call(parser_name: str, reply: str) -> bool:
 
 
 def detect_reasoning_parser(renderer: Renderer) -> str:
-    """SGLang's name of the parser of thinking; "" if the template neither writes
-    thinking nor takes it out of earlier replies."""
+    """Return SGLang's name of the parser of thinking; "" if the template neither writes
+    thinking nor removes it from earlier replies."""
     thoughtful = Message("assistant", f"{THINK}\n{_THOUGHT}\n{END_THINK}\n\ny")
     reasoned = Message("assistant", "y", _THOUGHT)
     for thinking in (None, True, False):

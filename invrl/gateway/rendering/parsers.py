@@ -1,8 +1,8 @@
-"""Which parsers read the replies of a model, and the grammar that forces the form of a
-reply.
+"""Parsers of a model's replies, and the grammar that forces the form of a reply.
 
 The parsers are SGLang's. Importing them takes seconds and 500 MB (they import torch),
-so they are imported only for a model whose chat template has tools or thinking."""
+so they are imported only for a model whose chat template has tools or thinking.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from invrl.types.tasks import Json
 
 
 def choose_parsers(tool_calls: str, reasoning: str, renderer: Renderer) -> Parsers:
-    """The parsers by the names in the settings: SGLang's names, "auto" (the first one
-    that reads what the chat template writes) or "none"."""
+    """Return the parsers by the names in the settings: SGLang's names, "auto" (the
+    first one that reads what the chat template writes) or "none"."""
     if tool_calls == "auto":
         tool_calls = detect_call_parser(renderer)
     if reasoning == "auto":
@@ -34,7 +34,7 @@ def choose_parsers(tool_calls: str, reasoning: str, renderer: Renderer) -> Parse
 
 
 def named_parsers(tool_calls: str, reasoning: str) -> Parsers:
-    """The parsers of these names; "none" or "" for none."""
+    """Return the parsers of these names; "none" or "" for none."""
     return Parsers(
         tool_calls="" if tool_calls == "none" else tool_calls,
         reasoning="" if reasoning == "none" else reasoning,
@@ -50,8 +50,8 @@ class Parsers:
     reasoning: str = ""
 
     def preload(self) -> None:
-        """Imports what `reply` needs, before the first request has to wait for it.
-        ConfigError for a name that SGLang does not have."""
+        """Import what `reply` needs, before the first request has to wait for it.
+        Raises ConfigError for a name that SGLang does not have."""
         try:
             if self.tool_calls:
                 call_parser(self.tool_calls, ())
@@ -73,8 +73,8 @@ class Parsers:
         stream: bool,
         turn_id: str = "",
     ) -> ReplyParser:
-        """The parser of one reply. `prompt_text` is the end of the prompt, `turn_id`
-        the turn of the reply. `parallel`: calls after the first are kept."""
+        """Return the parser of one reply. `prompt_text` is the end of the prompt,
+        `turn_id` the turn of the reply. `parallel`: calls after the first are kept."""
         if not self.reasoning and not (self.tool_calls and tools):
             return ReplyParser()
         calls = None
@@ -104,11 +104,11 @@ class Parsers:
         parallel: bool,
         schema: str = "",
     ) -> Mapping[str, Json]:
-        """SGLang's sampling parameters that force the form of the reply; empty if
-        nothing is forced. `schema` is the JSON schema of a reply without calls, "" for
-        none. If the model may call tools and there is a schema, the reply is either
-        calls or follows the schema. SessionError 400 if no grammar can be made of the
-        tools."""
+        """Return SGLang's sampling parameters that force the form of the reply; empty
+        if nothing is forced. `schema` is the JSON schema of a reply without calls, ""
+        for none. If the model may call tools and there is a schema, the reply is either
+        calls or follows the schema. Raises SessionError 400 if no grammar can be made
+        of the tools."""
         if choice.mode in ("required", "named"):
             schema = ""
         elif not schema:

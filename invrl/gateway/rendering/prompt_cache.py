@@ -1,5 +1,5 @@
 """Caches the ids of prompts that begin a conversation: the members of a group send the
-same one, soon after each other. The number of characters is bounded, because a cached
+same one in quick succession. The number of characters is bounded, because a cached
 prompt outlives its session."""
 
 import threading
@@ -11,22 +11,22 @@ from invrl.gateway.types import Prompt
 
 _MAX_PROMPTS = 64
 _MAX_CHARACTERS = 2**22
-"""Of all cached prompts together."""
+"""Maximum number of characters of all cached prompts together."""
 _MAX_PROMPT_CHARACTERS = 2**20
 """A longer prompt is not cached."""
 
 
 class PromptCache:
-    """Keeps the prompts that were asked for last. Several threads may use it."""
+    """Keeps the most recently used prompts. Several threads may use it."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[Prompt, array[int]] = OrderedDict()
-        """The prompt that was asked for longest ago comes first."""
+        """Least recently used prompt first."""
         self._characters = 0
         self._lock = threading.Lock()
 
     def get(self, prompt: Prompt) -> list[int] | None:
-        """The prompt's ids; None if they are not cached."""
+        """Return the prompt's ids; None if they are not cached."""
         if prompt.characters > _MAX_PROMPT_CHARACTERS:
             return None
         with self._lock:

@@ -3,10 +3,11 @@ template and tokenizer.
 
 The prompt of a first turn is the template's whole rendering. The prompt of a turn that
 continues a recorded path is the exact ids of the path plus a rendered tail: the
-rendering of all messages must begin with the rendering of the recorded ones, thinking
-aside, and only what follows the same end of turn is tokenised. If the path has thinking
-that the template removes, it is continued only if thinking is kept. Invariant: ids that
-an engine consumed or sampled are never made again from text."""
+rendering of all messages must begin with the rendering of the recorded ones, ignoring
+thinking, and only the part after the same end of turn is tokenized. If the path has
+thinking that the template removes, it is continued only if thinking is kept. Invariant:
+ids that an engine consumed or sampled are never recomputed from text.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from invrl.gateway.rendering.thinking import (
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
 LARGE_TEXT = 32_768
-"""Characters. A longer text is tokenised so that other threads run meanwhile, and only
-after a lower bound of its length was compared with the room for it."""
+"""Characters. A longer text is tokenized so that other threads run meanwhile, and only
+after a lower bound of its length was compared with the available room."""
 _PROBE = "invrl-probe"
 _PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
 _PROBE_RESULT = Message("tool", "1", tool_call_id="call-1")
@@ -59,7 +60,7 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How many tokens a prompt may have. `exact`: a longer prompt is counted, not
+    """Number of tokens that a prompt may have. `exact`: a longer prompt is counted, not
     estimated."""
 
     tokens: int
@@ -67,23 +68,23 @@ class Room:
 
 
 class TextTokenizer(Protocol):
-    """The tokenizer that a renderer needs."""
+    """Tokenizer that a renderer needs."""
 
     @property
     def begin_ids(self) -> Sequence[int]:
-        """What comes before every text that no template has rendered."""
+        """Ids before every text that no template has rendered."""
         ...
 
     def encode(
         self, text: str, *, inside: bool = False, max_ids: int | None = None
     ) -> list[int]:
-        """The ids of the text. PromptTooLong, with the exact number, if there are more
-        than `max_ids`. `inside`: the text stands behind other tokens."""
+        """Return the ids of the text. Raises PromptTooLong, with the exact number, if
+        there are more than `max_ids`. `inside`: the text follows other tokens."""
         ...
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenising it; 0
-        if none is known."""
+        """Return a lower bound of the text's number of tokens, found without tokenizing
+        it; 0 if none is known."""
         ...
 
     def decode(
@@ -94,25 +95,24 @@ class TextTokenizer(Protocol):
 
 
 class Template(Protocol):
-    """The chat template of a model."""
+    """Chat template of a model."""
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
 
     def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """How many texts of control tokens the messages have, which are rendered as
+        """Count the texts of control tokens in the messages, which are rendered as
         plain text."""
         return 0
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
-        """Beginning and end of the last text in the rendered messages that the template
-        itself marks as a reply of the model; None if it marks none."""
+        """Return beginning and end of the last text in the rendered messages that the
+        template itself marks as a reply of the model; None if it marks none."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """The ids to append to a recorded path, or the reason why it cannot be
-    continued."""
+    """Ids to append to a recorded path, or the reason that it cannot be continued."""
 
     ids: list[int]
     fork: ForkReason | None = None
@@ -122,18 +122,17 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TurnEnd:
-    """How a template ends a reply."""
+    """End of a reply in a template."""
 
     after_reply: str
     """Everything that it writes after a reply."""
     token: str = ""
-    """The special token that this begins with; "" if it begins with no special
-    token."""
+    """Special token that this begins with; "" if it begins with no special token."""
     token_id: int | None = None
 
 
 class Renderer:
-    """A chat template and a tokenizer, together with what they have in common."""
+    """A chat template and a tokenizer, with their common properties."""
 
     def __init__(
         self,
@@ -154,29 +153,29 @@ class Renderer:
         self.end_of_turn = turn_end.token
         self.end_of_turn_id = turn_end.token_id
         self.end_ids = end_ids
-        """The tokens that end a turn; the engine must stop at each of them."""
+        """Tokens that end a turn; the engine must stop at each of them."""
         if turn_end.token_id is not None:
             self.end_ids = end_ids | {turn_end.token_id}
         self._thinking_ids = self._find_thinking_ids()
         self._replies_follow_prompts = self._renders_replies_behind_prompts(
             *_PROBE_TOOL_LOOP
         )
-        """The template renders every reply of a conversation with tools behind the
-        prompt that it answers."""
+        """Whether the template renders every reply of a conversation with tools after
+        its prompt."""
         self.parallel_calls = self._renders_replies_behind_prompts(
             _PROBE_QUESTION, _PROBE_TWO_CALLS
         )
-        """The template renders more than one call in a reply."""
+        """Whether the template renders more than one call in a reply."""
 
     def preload(self) -> None:
-        """Loads what only some prompts need, before the first of them has to wait for
+        """Load what only some prompts need, before the first of them has to wait for
         it."""
         self._tokenizer.preload()
 
     def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
-        """The ids of the whole conversation and of the beginning of the reply.
-        SessionError 400 if the template refuses the conversation, PromptTooLong if
-        there is no room for it."""
+        """Return the ids of the whole conversation and of the beginning of the reply.
+        Raises SessionError 400 if the template refuses the conversation, PromptTooLong
+        if there is no room for it."""
         ids = self._prompt_cache.get(prompt)
         if ids is None:
             ids = self.encode(self.text(prompt), room)
@@ -190,10 +189,11 @@ class Renderer:
         path: Sequence[int],
         room: Room | None = None,
     ) -> Tail:
-        """What follows `path`, the recorded ids of the first `depth` messages. If the
-        path does not end with the template's end-of-turn token (the reply was out of
-        tokens, or met a stop string), the tail begins with that token, as context that
-        was not sampled. PromptTooLong if there is no room for both."""
+        """Render what follows `path`, the recorded ids of the first `depth` messages.
+        If the path does not end with the template's end-of-turn token (the reply was
+        out of tokens, or met a stop string), the tail begins with that token, as
+        context that was not sampled. Raises PromptTooLong if there is no room for
+        both."""
         template_changed = Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
         full = self.text(prompt)
         earlier = replace(prompt, messages=prompt.messages[:depth])
@@ -229,10 +229,10 @@ class Renderer:
     def render_text(
         self, text: str, room: Room | None = None, *, path: Sequence[int] = ()
     ) -> list[int]:
-        """The ids of a text that no template has rendered, behind those of `path`. If
-        it begins a prompt, the token that begins a sequence comes first, for tokenizers
-        that have one, unless the text has it itself. PromptTooLong if there is no room
-        for both."""
+        """Return the ids of a text that no template has rendered, after those of
+        `path`. If it begins a prompt, the token that begins a sequence comes first, for
+        tokenizers that have one, unless the text has it itself. Raises PromptTooLong if
+        there is no room for both."""
         text = double_marks(text)
         if path:
             return self._encode_behind(path, text, room)
@@ -243,8 +243,8 @@ class Renderer:
         return begin_ids + ids
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """The ids of `text` where it stands behind the text `before`, whose ids stay as
-        they are."""
+        """Return the ids of `text` after the text `before`, whose ids stay
+        unchanged."""
         if self.end_of_turn:
             # What stands before a special token has no influence on what stands behind
             # it.
@@ -256,7 +256,7 @@ class Renderer:
         return self.encode(text, inside=True)
 
     def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """As that of the template."""
+        """See `Template.num_control_tokens`."""
         return self._template.num_control_tokens(messages)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
@@ -268,35 +268,36 @@ class Renderer:
     def reply_text(
         self, sampled_ids: Sequence[int], *, special: bool = False, inside: bool = False
     ) -> str:
-        """The text of a reply without the token that ended it. `special`: other special
-        tokens are included. `inside`: a space that it begins with is part of it, as in
-        a text that no template wraps."""
+        """Return the text of a reply without the token that ended it. `special`: other
+        special tokens are included. `inside`: a space that it begins with is part of
+        it, as in a text that no template wraps."""
         ends_turn = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
         if ends_turn:
             sampled_ids = sampled_ids[:-1]
         return self._tokenizer.decode(sampled_ids, special=special, inside=inside)
 
     def decode(self, ids: Sequence[int], *, inside: bool = False) -> str:
-        """The text of the ids, special tokens included. `inside`: the ids stand behind
+        """Return the text of the ids, special tokens included. `inside`: the ids follow
         others."""
         return self._tokenizer.decode(ids, special=True, inside=inside)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; "" for a special token."""
+        """Return the text of one token; "" for a special token."""
         return self._tokenizer.decode([token_id], special=False)
 
     def stream(
         self, stop: Sequence[str], *, special: bool = False, inside: bool = False
     ) -> TextStream:
-        """The text of one reply as its ids arrive, up to a stop string. `special` and
-        `inside` as in `reply_text`."""
+        """Return the text of one reply as its ids arrive, up to a stop string.
+        `special` and `inside` as in `reply_text`."""
         return TextStream(
             partial(self.reply_text, special=special, inside=inside), stop
         )
 
     def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as the template renders it, with marks in the control tokens of
-        contents (`content_marks.py`). SessionError 400 if the template refuses it."""
+        """Return the prompt as the template renders it, with marks in the control
+        tokens of contents (`content_marks.py`). Raises SessionError 400 if the template
+        refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
         except ImportError:
@@ -306,7 +307,8 @@ class Renderer:
             raise _refusal(error) from error
 
     def last_marked_reply(self, messages: Prompt) -> tuple[int, int] | None:
-        """As that of the template. SessionError 400 if it refuses the messages."""
+        """See `Template.last_marked_reply`. Raises SessionError 400 if it refuses the
+        messages."""
         try:
             return self._template.last_marked_reply(messages)
         except ImportError:
@@ -322,11 +324,11 @@ class Renderer:
         before: int = 0,
         inside: bool = False,
     ) -> list[int]:
-        """The ids of a text. `before` other tokens take some of the room. `inside`: the
-        text stands behind them, and is no beginning of a prompt. PromptTooLong if there
-        is no room for it; if possible, this is found out before a large text is
-        tokenised. SessionError 400 if the text has a token that is not in the model's
-        vocabulary."""
+        """Return the ids of a text. `before` other tokens take some of the room.
+        `inside`: the text follows them, and does not begin a prompt. Raises
+        PromptTooLong if there is no room for it, if possible before a large text is
+        tokenized, and SessionError 400 if the text has a token that is not in the
+        model's vocabulary."""
         max_ids = None
         if room is not None:
             max_ids = room.tokens - before
@@ -345,15 +347,16 @@ class Renderer:
     def _encode_behind(
         self, path: Sequence[int], text: str, room: Room | None
     ) -> list[int]:
-        """The ids of a text that follows the path. The token that ends a turn may take
-        the whitespace behind it (Phi-3's does), so that the text is tokenised together
-        with it."""
+        """Return the ids of a text that follows the path. The token that ends a turn
+        may include the whitespace after it (Phi-3's does), so the text is tokenized
+        together with it."""
         if not self.is_closed(path):
             return self.encode(text, room, before=len(path), inside=True)
         return self.encode(self.end_of_turn + text, room, before=len(path) - 1)[1:]
 
     def _check_min_tokens(self, text: str, max_ids: int, before: int) -> None:
-        """PromptTooLong if a large text certainly has more than `max_ids` tokens."""
+        """Raise PromptTooLong if a large text certainly has more than `max_ids`
+        tokens."""
         if len(text) < LARGE_TEXT:
             return
         min_tokens = self._tokenizer.min_tokens(text)
@@ -361,13 +364,13 @@ class Renderer:
             raise PromptTooLong(before + min_tokens, exact=False)
 
     def without_thinking(self, text: str) -> str:
-        """A rendered text without thinking and without any whitespace."""
+        """Remove thinking and all whitespace from a rendered text."""
         return without_thinking(text, self.end_of_turn)
 
     def _end_of_recorded(self, full: str, recorded: str) -> int | None:
-        """Where the recorded messages end in the rendering of all messages, which is
-        before the end of their last turn; None if the full rendering has something else
-        in their place."""
+        """Return where the recorded messages end in the rendering of all messages,
+        which is before the end of their last turn; None if the full rendering differs
+        from them."""
         mark = self.end_of_turn or self.after_reply
         if full.startswith(recorded + mark):
             return len(recorded)
@@ -382,8 +385,8 @@ class Renderer:
         return end
 
     def _follows(self, asked: str, answered: str) -> bool:
-        """Whether a rendered reply stands behind its own prompt, thinking that the
-        prompt opens aside."""
+        """Whether a rendered reply follows its own prompt, ignoring thinking that the
+        prompt opens."""
         prompt = self.without_thinking(asked)
         prompt = prompt.removesuffix(THINK)
         prompt = prompt.removesuffix(END_THINK)
@@ -396,16 +399,16 @@ class Renderer:
         messages: Sequence[Message],
         rendered: str,
     ) -> int:
-        """How many ids of the path's thinking are missing in `rendered`, the template's
-        rendering of the path's messages.
+        """Count the ids of the path's thinking that are missing in `rendered`, the
+        template's rendering of the path's messages.
 
         A thought that the template keeps has its two marks in the path and in the
-        rendering. The marks are therefore counted in both, and what the path has more
-        is the number of thoughts that were removed. The larger of the two differences
-        counts: a thought may lack one of its marks in the path (it was cut short, or
-        the prompt had opened it). Which thoughts were removed follows from how
-        templates work: they keep the thinking behind the last question, and remove the
-        oldest first."""
+        rendering. The marks are therefore counted in both, and the path's surplus is
+        the number of removed thoughts. The larger of the two differences counts: a
+        thought may lack one of its marks in the path (it was cut short, or the prompt
+        had opened it). Which thoughts were removed follows from how templates work:
+        they keep the thinking after the last question, and remove the oldest first.
+        """
         if self._thinking_ids is None:
             return self._removed_thinking_text(path, messages, rendered)
         open_id, close_id = self._thinking_ids
@@ -431,8 +434,8 @@ class Renderer:
         messages: Sequence[Message],
         rendered: str,
     ) -> int:
-        """As `_removed_thinking`, for a tokenizer whose marks of thinking are not
-        single tokens."""
+        """Count ids like `_removed_thinking`, for a tokenizer whose marks of thinking
+        are not single tokens."""
         thoughts = [_thought_of(message) for message in messages]
         if not any(thoughts):
             return 0
@@ -444,7 +447,7 @@ class Renderer:
         return removed
 
     def _renders_replies_behind_prompts(self, *messages: Message) -> bool:
-        """Whether the template takes such a conversation and renders each reply behind
+        """Whether the template accepts such a conversation and renders each reply after
         its own prompt."""
         try:
             for position, message in enumerate(messages):
@@ -461,8 +464,8 @@ class Renderer:
         return True
 
     def _find_thinking_ids(self) -> tuple[int, int] | None:
-        """The tokens that begin and end thinking; None if one of the marks is more than
-        one token."""
+        """Return the tokens that begin and end thinking; None if one of the marks is
+        more than one token."""
         open_ids = self._tokenizer.encode(THINK)
         close_ids = self._tokenizer.encode(END_THINK)
         if len(open_ids) != 1 or len(close_ids) != 1:
@@ -483,7 +486,6 @@ class Renderer:
         return _TurnEnd(after_reply=after_reply, token=token, token_id=first_ids[0])
 
     def _shortest_beginning(self, text: str, ids: Sequence[int]) -> str:
-        """The shortest beginning of the text that has these ids."""
         for length in range(1, len(text) + 1):
             beginning = text[:length]
             if self._tokenizer.encode(beginning) == ids:
@@ -492,13 +494,14 @@ class Renderer:
 
 
 def _refusal(error: Exception) -> SessionError:
-    """For what a template raised."""
+    """Return the error for a template's exception."""
     reason = f"the model's chat template refuses this conversation: {error}"
     return SessionError(reason, status=400, code="invalid_messages")
 
 
 def _thought_of(message: Message) -> str:
-    """The thinking of a message; some clients send it as a part of the content."""
+    """Return the thinking of a message; some clients send it as a part of the
+    content."""
     if message.reasoning:
         return message.reasoning
     thought, _, _ = message.content.rpartition(END_THINK)
@@ -506,8 +509,8 @@ def _thought_of(message: Message) -> str:
 
 
 def _thought_length(path: Sequence[int], begin: int, close_id: int) -> int:
-    """The number of ids of the thought that begins there, marks included, up to the
-    path's end if it has no end mark."""
+    """Count the ids of the thought that begins there, marks included, up to the path's
+    end if it has no end mark."""
     try:
         end = path.index(close_id, begin)
     except ValueError:
@@ -516,7 +519,8 @@ def _thought_length(path: Sequence[int], begin: int, close_id: int) -> int:
 
 
 def _find_nth(text: str, part: str, count: int) -> int:
-    """Where `part` begins for the `count`-th time; -1 if it occurs less often."""
+    """Return where `part` begins for the `count`-th time; -1 if it occurs less
+    often."""
     position = -1
     for _ in range(count):
         position = text.find(part, position + 1)

@@ -32,28 +32,29 @@ class ReplyParser:
         self._calls = calls
         self._stream = stream
         self._text = ""
-        """The text so far, if nothing is returned before the end."""
+        """Text so far, if nothing is returned before the end."""
         self._opening = ""
-        """The text so far, while it may still become the mark that begins thinking."""
+        """Text so far, while it may still become the mark that begins thinking."""
         self._is_open = reasoning is None or not _may_begin_thinking(reasoning)
-        """The beginning of the reply has been looked at."""
+        """Whether the beginning of the reply has been checked."""
         self._beginning = ""
-        """The text before the first content, kept while the reply may still be
-        thinking."""
+        """Text before the first content, kept while the reply may still be thinking."""
         self._has_reasoning = False
-        """Some reasoning was returned."""
+        """Whether some reasoning was returned."""
         self._has_content = False
-        """Some content was returned."""
+        """Whether some content was returned."""
         self._has_thought = False
-        """Some reasoning was returned, or the end of empty thinking was seen."""
+        """Whether some reasoning was returned, or the end of empty thinking was
+        seen."""
 
     @property
     def special(self) -> bool:
-        """The text must include special tokens, because they may mark tool calls."""
+        """Whether the text must include special tokens, because they may mark tool
+        calls."""
         return self._calls is not None
 
     def push(self, text: str) -> Delta:
-        """What `text` adds to the reply, as far as it is certain."""
+        """Return what `text` adds to the reply, as far as it is certain."""
         if self._reasoning is None and self._calls is None:
             return self._without_template_newlines(Delta(content=text))
         if not self._stream:
@@ -66,7 +67,7 @@ class ReplyParser:
         return self._without_template_newlines(self._parsed(reasoning, rest))
 
     def finish(self) -> tuple[Delta, ...]:
-        """The rest of the reply, once the text is complete."""
+        """Return the rest of the reply, once the text is complete."""
         deltas = []
         if self._stream:
             opening = self._after_opening("", is_last=True)
@@ -85,9 +86,9 @@ class ReplyParser:
         return tuple(shown)
 
     def _after_opening(self, text: str, *, is_last: bool = False) -> str:
-        """The text that may be parsed now. A reply thinks only if it begins with the
-        mark of thinking, before which some models write a newline. Without the mark,
-        all of the reply is content."""
+        """Return the text that may be parsed now. A reply thinks only if it begins with
+        the mark of thinking, before which some models write a newline. Without the
+        mark, all of the reply is content."""
         if self._is_open or self._reasoning is None:
             return text
         self._opening += text
@@ -105,8 +106,7 @@ class ReplyParser:
         return opening
 
     def _split_reasoning(self, method: str, *text: str) -> tuple[str, str]:
-        """The reasoning and the rest, as this method of SGLang's parser returns
-        them."""
+        """Return the reasoning and the rest, from this method of SGLang's parser."""
         if self._reasoning is None:
             return "", "".join(text)
         if not self._has_content and not self._has_thought:
@@ -123,7 +123,7 @@ class ReplyParser:
         return structs.replace(self._calls.push(text), reasoning=reasoning)
 
     def _without_template_newlines(self, delta: Delta) -> Delta:
-        """Removes the newlines around the marks of thinking: they are the template's,
+        """Remove the newlines around the marks of thinking: they are the template's,
         not the reply's."""
         reasoning = delta.reasoning
         content = delta.content
@@ -147,15 +147,15 @@ def _may_begin_thinking(reasoning: ReasoningParser) -> bool:
 
 
 def reasoning_parser(name: str, *, in_thinking: bool) -> ReasoningParser:
-    """SGLang's parser of that name. ValueError if there is none. `in_thinking`: the
-    prompt has opened the thinking already."""
+    """Return SGLang's parser of that name. Raises ValueError if there is none.
+    `in_thinking`: the prompt has already opened the thinking."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
     return ReasoningParser(name, stream_reasoning=True, force_reasoning=in_thinking)
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """What the deltas add, one after the other. The pieces of each call become one."""
+    """Concatenate deltas. The pieces of each call become one."""
     pieces_of_calls: dict[int, list[CallDelta]] = {}
     for delta in deltas:
         for piece in delta.calls:
@@ -172,7 +172,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 
 
 def reply_message(delta: Delta) -> Message:
-    """The message of a whole reply."""
+    """Return the message of a whole reply."""
     calls = [ToolCall(call.id, call.name, call.arguments) for call in delta.calls]
     return Message(
         "assistant",

@@ -10,8 +10,7 @@ from invrl.gateway.types import Tool
 
 
 class SharedTools:
-    """Replaces equal tools by one object, which is freed when nothing uses it any
-    more."""
+    """Replaces equal tools by one object, which is freed when nothing uses it."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Tool, weakref.ref[Tool]] = (
@@ -19,7 +18,7 @@ class SharedTools:
         )
 
     def share(self, tools: Iterable[Tool]) -> tuple[Tool, ...]:
-        """Tools equal to `tools`, in their order."""
+        """Return shared tools equal to `tools`, in order."""
         return tuple(self._shared(tool) for tool in tools)
 
     def _shared(self, tool: Tool) -> Tool:

@@ -1,5 +1,5 @@
-"""The ids of a reply as the chat template itself writes it, which a model that follows
-it samples."""
+"""The ids of a reply as the chat template writes it, which a model that follows it
+samples."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from invrl.gateway.types import Prompt
 def spelled_reply(
     renderer: Renderer, prompt: Prompt, position: int, *, cut: bool = False
 ) -> list[int]:
-    """The ids of a reply, as the template writes it behind the head that its prompt
-    ends with. `cut`: the reply has no end of turn. SessionError if the template refuses
-    the conversation."""
+    """Return the ids of a reply, as the template writes it after the head that its
+    prompt ends with. `cut`: the reply has no end of turn. Raises SessionError if the
+    template refuses the conversation."""
     request = replace(prompt, messages=prompt.messages[:position])
     conversation = replace(prompt, messages=prompt.messages[: position + 1])
     asked = renderer.text(request)
@@ -34,9 +34,8 @@ def spelled_reply(
 
 
 def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) -> str:
-    """The text of a reply if the template writes another head for it than it asks with.
-    In a template that is fit for use, the heads differ only in thinking or
-    whitespace."""
+    """Return the text of a reply if the template writes another head for it than in its
+    prompt. In a usable template, the heads differ only in thinking or whitespace."""
     visible_prompt = visible_text(renderer, asked)
     visible_reply = visible_text(renderer, answered).removeprefix(visible_prompt)
     if not visible_reply:
@@ -49,7 +48,7 @@ def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) ->
 
 
 def visible_text(renderer: Renderer, text: str) -> str:
-    """The text without thinking, without its marks and without whitespace."""
+    """Return the text without thinking, without its marks and without whitespace."""
     text = renderer.without_thinking(text)
     for mark in (THINK, END_THINK):
         text = text.replace(mark, "")

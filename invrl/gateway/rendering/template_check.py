@@ -5,7 +5,8 @@ Every conversation of the corpus is rendered in two ways. One is the gateway's: 
 turn from recorded ids, with each reply spelled as the tokenizer spells the template's
 own rendering of it. The other is the template's rendering of the whole conversation.
 Both must give the same ids, or the gateway must have recorded why it started a new
-branch."""
+trajectory.
+"""
 
 import json
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ from invrl.gateway.types import ADVICE, Message, Prompt, ToolChoice
 
 Verdict = Literal["exact", "kept", "forks", "refused", "wrong"]
 _PROMPT_END = 16
-"""Ids at the end of a prompt that say whether it has opened thinking."""
+"""Ids at the end of a prompt that show whether it has opened thinking."""
 _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
@@ -43,7 +44,7 @@ _FORK_ADVICE["template_changed"] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one conversation of the corpus."""
+    """Result of one conversation of the corpus."""
 
     pattern: str
     outcome: Verdict
@@ -51,9 +52,9 @@ class Finding:
 
 
 def check_template(renderer: Renderer, parsers: Parsers) -> Iterator[Finding]:
-    """One finding for each conversation. Some are also played with replies that are cut
-    short. If there is a parser of calls, a conversation is played with what it reads,
-    whole and streamed."""
+    """Yield one finding for each conversation. Some are also played with replies that
+    are cut short. If there is a parser of calls, a conversation is also played with
+    parsed replies, whole and streamed."""
     if parsers.tool_calls:
         for stream in (False, True):
             yield check_calls(renderer, parsers, stream=stream)
@@ -66,12 +67,12 @@ def check_template(renderer: Renderer, parsers: Parsers) -> Iterator[Finding]:
 def check(
     renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
 ) -> Finding:
-    """Plays a conversation turn by turn. `cut`: no reply has its end-of-turn token."""
+    """Play a conversation turn by turn. `cut`: no reply has its end-of-turn token."""
     return _Playback(renderer, prompt, cut=cut).finding(pattern)
 
 
 def check_calls(renderer: Renderer, parsers: Parsers, *, stream: bool) -> Finding:
-    """Plays two turns with calls. Each reply is sent back as the parser has read it,
+    """Play two turns with calls. Each reply is sent back as the parser has read it,
     with the gateway's own call ids, and ends with the token at which the engine would
     have stopped."""
     pattern = f"calls as they are parsed, {'streamed' if stream else 'whole'}"
@@ -86,16 +87,17 @@ class _AnyPlayback(ABC):
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._path: list[int] = []
-        """The recorded ids of the messages up to the latest reply."""
+        """Recorded ids of the messages up to the latest reply."""
         self._reasons: dict[Verdict, str] = {"exact": ""}
         """Every verdict so far, with its latest reason."""
 
     @abstractmethod
     def play(self) -> None:
-        """SessionError if the template refuses one of the requests."""
+        """Play the conversation. Raises SessionError if the template refuses one of the
+        requests."""
 
     def finding(self, pattern: str) -> Finding:
-        """Plays the conversation. The worst verdict counts."""
+        """Play the conversation and return the worst verdict."""
         try:
             self.play()
         except SessionError as error:
@@ -104,7 +106,7 @@ class _AnyPlayback(ABC):
         return Finding(pattern=pattern, outcome=worst, reason=self._reasons[worst])
 
     def _continue(self, tail: Tail, whole: list[int]) -> None:
-        """Continues the path, and compares it with `whole`, the template's rendering of
+        """Continue the path, and compare it with `whole`, the template's rendering of
         the request."""
         if tail.fork is not None:
             self._reasons["forks"] = tail.fork.value
@@ -117,7 +119,7 @@ class _AnyPlayback(ABC):
 
 
 class _ParsedPlayback(_AnyPlayback):
-    """Plays a conversation as an agent does that sends back what it was told."""
+    """Plays a conversation like an agent that sends back what it received."""
 
     def __init__(
         self,
@@ -132,9 +134,8 @@ class _ParsedPlayback(_AnyPlayback):
         self._conversation = conversation
         self._stream = stream
         self._request = Prompt(messages=())
-        """What the agent sends next."""
         self._call_id = ""
-        """Of the call that comes next to a result."""
+        """Id of the call whose result comes next."""
 
     def play(self) -> None:
         self._request = replace(self._conversation, messages=())
@@ -179,7 +180,7 @@ class _ParsedPlayback(_AnyPlayback):
         return self._renderer.render_tail(self._request, replies[-1], self._path)
 
     def _reply(self, message: Message) -> None:
-        """Samples the message, and records it as the client gets it."""
+        """Sample the message, and record it as the client gets it."""
         position = len(self._request.messages)
         answered = replace(self._request, messages=(*self._request.messages, message))
         sampled = spelled_reply(self._renderer, answered, position)
@@ -207,7 +208,8 @@ class _ParsedPlayback(_AnyPlayback):
 
 
 def _read(renderer: Renderer, parser: ReplyParser, sampled: Sequence[int]) -> Message:
-    """The message that a client gets for the sampled ids, which arrive one by one."""
+    """Return the message that a client gets for the sampled ids, which arrive one by
+    one."""
     text = renderer.stream((), special=parser.special)
     deltas = [parser.push(text.push([token_id])) for token_id in sampled]
     deltas.append(parser.push(text.finish()))
@@ -230,15 +232,15 @@ def _same_reply(reply: Message, expected: Message) -> bool:
 
 
 class _Playback(_AnyPlayback):
-    """Plays one conversation as the gateway would: each reply is sampled behind the
-    path of recorded ids."""
+    """Plays one conversation like the gateway: each reply is sampled after the path of
+    recorded ids."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt, *, cut: bool) -> None:
         super().__init__(renderer)
         self._prompt = prompt
         self._cut = cut
         self._depth = 0
-        """The number of messages that the path stands for."""
+        """Number of messages that the path stands for."""
 
     def play(self) -> None:
         for position, message in enumerate(self._prompt.messages):
@@ -248,7 +250,7 @@ class _Playback(_AnyPlayback):
         self._request(len(self._prompt.messages))
 
     def _request(self, num_messages: int) -> None:
-        """Asks for the reply to the first messages, and compares the prompt's ids with
+        """Request the reply to the first messages, and compare the prompt's ids with
         the template's."""
         messages = self._prompt.messages[:num_messages]
         request = replace(self._prompt, messages=messages)
@@ -260,7 +262,7 @@ class _Playback(_AnyPlayback):
         self._continue(tail, whole)
 
     def _reply(self, position: int) -> None:
-        """Records the message at `position` as the reply that was sampled."""
+        """Record the message at `position` as the sampled reply."""
         reply_ids = spelled_reply(self._renderer, self._prompt, position, cut=self._cut)
         self._path = self._path + reply_ids
         self._depth = position + 1
@@ -272,8 +274,9 @@ def _judge(
     tail: Tail,
     whole: Sequence[int],
 ) -> tuple[Verdict, str]:
-    """The verdict on a path that differs from the ids of the template's rendering, and
-    the reason. Only thinking, and the whitespace around it, may be what differs."""
+    """Return the verdict on a path that differs from the ids of the template's
+    rendering, and the reason. Only thinking, and the whitespace around it, may
+    differ."""
     path_text = renderer.decode(path)
     whole_text = renderer.decode(whole)
     tail_text = renderer.decode(tail.ids, inside=True)
@@ -299,8 +302,8 @@ def _differ_in_thinking(renderer: Renderer, path_text: str, whole_text: str) -> 
 
 
 def missing_tools(renderer: Renderer, parsers: Parsers) -> str:
-    """What the template lacks for conversations with tools, and what to do; "" if it
-    lacks nothing."""
+    """Say what the template lacks for conversations with tools, and the remedy; "" if
+    it lacks nothing."""
     if not shows_tools(renderer):
         return (
             "The template shows no tools: the model does not learn of those that a request offers, and the"
@@ -317,8 +320,8 @@ def missing_tools(renderer: Renderer, parsers: Parsers) -> str:
 
 
 def report(findings: Sequence[Finding], parsers: Parsers, missing: str = "") -> str:
-    """A table of the findings, and what their outcomes mean. `missing`: what the
-    template lacks, which comes first."""
+    """Format a table of the findings, and the meaning of their outcomes. `missing` is
+    what the template lacks, which comes first."""
     width = max(len(finding.pattern) for finding in findings)
     lines = [missing, ""] if missing else []
     lines += [

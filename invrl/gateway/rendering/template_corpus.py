@@ -1,5 +1,5 @@
-"""The conversations that `invrl check-template` plays: what agents send, and what
-templates differ in."""
+"""Conversations that `invrl check-template` plays: typical requests of agents, in which
+templates differ."""
 
 from dataclasses import replace
 
@@ -136,4 +136,4 @@ CORPUS: dict[str, Prompt] = {
     ),
     "thinking as text": _chat(_ASK, _THINKING_TEXT, _MORE, _REPLY),
 }
-"""Conversations by what is special in them. Each ends with a question."""
+"""Conversations by their special feature. Each ends with a question."""

@@ -1,7 +1,8 @@
 """The Jinja in which chat templates are written, as transformers extends it: a sandbox
-with loop controls, `tojson`, `raise_exception` and `{% generation %}` blocks. To import
+with loop controls, `tojson`, `raise_exception` and `{% generation %}` blocks. Importing
 transformers itself would take a second in every process that renders;
-`tests/unit/test_template_language.py` compares with it."""
+`tests/unit/test_template_language.py` compares with it.
+"""
 
 import functools
 import json
@@ -20,18 +21,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 @dataclass(slots=True)
 class _Rendering:
     pieces: list[str] = field(default_factory=list)
-    """The text so far."""
+    """Text so far."""
     blocks: list[tuple[int, int]] = field(default_factory=list)
     """Beginning and end of each `{% generation %}` block in the text."""
 
 
 _RENDERING: ContextVar[_Rendering] = ContextVar("rendering")
-"""The one that goes on in this thread: a template and its extensions are shared by all
-of them."""
+"""Current rendering of this thread: a template and its extensions are shared by all
+threads."""
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}`, around what the model has generated."""
+    """`{% generation %}`, around the model's output."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -56,7 +57,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML would not show."""
+    """Dump JSON. Jinja's own filter escapes HTML characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -84,11 +85,11 @@ def _compiled(source: str) -> Template:
 def render_template(
     source: str, variables: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and beginning and end of each `{% generation %}`
-    block in it.
+    """Return the text of a conversation, and beginning and end of each `{% generation
+    %}` block in it.
 
-    `variables`: what the template may name; `messages` and `strftime_now` among them.
-    Raises what the template raises: any exception.
+    `variables` are those of the template, including `messages` and `strftime_now`.
+    Raises any exception of the template.
     """
     rendering = _Rendering()
     _RENDERING.set(rendering)

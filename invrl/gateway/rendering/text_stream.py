@@ -4,28 +4,27 @@ strings."""
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "�"
-"""What a tokenizer writes for bytes that are no whole character."""
+"""Output of a tokenizer for bytes that are no whole character."""
 _MAX_PENDING_IDS = 16
-"""More ids than those of a few characters: their bytes form no character, however long
-one waits."""
+"""Longer than the ids of a few characters: their bytes will never form a character."""
 _MAX_UNSETTLED_IDS = 256
-"""Ids whose text is shown as it is, so that the work for a token has a bound whatever
-the decoder does."""
+"""Number of pending ids beyond which their text is shown unchanged, so that the work
+for a token is bounded for every decoder."""
 _UNSETTLED_CHARACTERS = 4
-"""The characters at the end that the next ids may change. A character has up to four
-bytes, an id one or more."""
+"""Characters at the end that the next ids may change. A character has up to four bytes,
+an id one or more."""
 _CONTEXT_IDS = 32
-"""Ids that are kept as context where no character ends between two ids: as many bytes
-as `_UNSETTLED_CHARACTERS` have, and more."""
+"""Ids kept as context where no character ends between two ids: at least as many bytes
+as `_UNSETTLED_CHARACTERS` have."""
 
 
 class TextStream:
     """Turns ids into text. It never splits a character, and it holds back a stop string
-    and everything that may become one. The pieces joined are the text of the reply.
+    and everything that may become one. The joined pieces are the text of the reply.
     `decode` turns ids into text.
 
-    Invariant: the work for one id has a bound, also where the ids never form a
-    character."""
+    Invariant: the work for one id is bounded, even if the ids never form a character.
+    """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]
@@ -33,16 +32,17 @@ class TextStream:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        """The latest ids. The first `_num_context` of them are the context in which the
+        """Latest ids. The first `_num_context` of them are the context in which the
         others are decoded."""
         self._num_context = 0
         self._num_shown = 0
-        """How many characters of the text of `_ids` are in the reply's text already."""
+        """Number of characters of the text of `_ids` that are already in the reply's
+        text."""
         self._text = ""
-        """Text that was not returned yet: it is, or may become, a stop string."""
+        """Text not returned yet: it is, or may become, a stop string."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that may be shown now."""
+        """Return the text that may be shown now."""
         self._ids += ids
         text = self._decode(self._ids)
         num_pending = len(self._ids) - self._num_context
@@ -54,14 +54,13 @@ class TextStream:
         return self._take(self._safe_length())
 
     def finish(self) -> str:
-        """The rest of the text, once the last id has been pushed."""
+        """Return the rest of the text, once the last id has been pushed."""
         self._text += self._decode(self._ids)[self._num_shown :]
         return self._take(self._stop_position())
 
     def _settle(self, text: str, num_pending: int) -> None:
-        """Shows all of `text`, that of the latest ids, but the characters at its end.
-        Earlier ids are forgotten, as far as that leaves those characters what they
-        are."""
+        """Show all of `text`, that of the latest ids, except the characters at its end.
+        Earlier ids are forgotten if those characters then stay the same."""
         settled = max(self._num_shown, len(text) - _UNSETTLED_CHARACTERS)
         rest = text[settled:]
         latest_ids = self._ids[-_CONTEXT_IDS:]
@@ -73,8 +72,8 @@ class TextStream:
             self._keep(latest_ids, rest=rest)
 
     def _keep(self, ids: list[int], *, rest: str) -> None:
-        """Keeps these ids as context. `rest`: the end of their text, which is not shown
-        yet."""
+        """Keep these ids as context. `rest` is the end of their text, which is not
+        shown yet."""
         self._ids = ids
         self._num_context = len(ids)
         self._num_shown = len(self._decode(ids)) - len(rest)
@@ -85,7 +84,7 @@ class TextStream:
         return taken
 
     def _stop_position(self) -> int:
-        """Where the first stop string begins; the length of the text if there is
+        """Return where the first stop string begins; the length of the text if there is
         none."""
         position = len(self._text)
         for stop in self._stop:
@@ -95,7 +94,7 @@ class TextStream:
         return position
 
     def _safe_length(self) -> int:
-        """How much of the text cannot be part of a stop string."""
+        """Return the length of the text that cannot be part of a stop string."""
         position = self._stop_position()
         if position < len(self._text):
             return position
@@ -103,8 +102,8 @@ class TextStream:
 
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at the end of `text` that may become one of the marks
-    once more text comes."""
+    """Count the characters at the end of `text` that may become one of the marks once
+    more text comes."""
     longest = 0
     for mark in marks:
         for length in range(1, len(mark)):

@@ -1,7 +1,8 @@
-"""Thinking in rendered conversations: where it is, and comparisons that leave it out.
+"""Thinking in rendered conversations: its positions, and comparisons that ignore it.
 
 Templates drop the thinking of earlier turns, and trim the whitespace around it, each in
-its own way. Two renderings of one conversation are therefore compared without both."""
+its own way. Two renderings of one conversation are therefore compared without both.
+"""
 
 import re
 
@@ -11,9 +12,9 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 def find_thoughts(text: str, end_of_turn: str) -> dict[int, int]:
-    """The beginning and the end of each thought in the text, marks included. A thought
-    that does not end within its turn does not count. `end_of_turn` is the token that
-    ends a turn, "" if the template has none. The time is proportional to the text,
+    """Return the beginning and the end of each thought in the text, marks included. A
+    thought that does not end within its turn does not count. `end_of_turn` is the token
+    that ends a turn, "" if the template has none. The time is linear in the text,
     whatever an agent sends."""
     thoughts: dict[int, int] = {}
     turn_mark = end_of_turn or THINK
@@ -39,15 +40,15 @@ def find_thoughts(text: str, end_of_turn: str) -> dict[int, int]:
 
 
 def without_thinking(text: str, end_of_turn: str) -> str:
-    """The text without thinking and without any whitespace."""
+    """Return the text without thinking and without any whitespace."""
     visible = "".join(_text_between(text, find_thoughts(text, end_of_turn)))
     return "".join(visible.split())
 
 
 def equal_without_thinking(text: str, recorded: str, end_of_turn: str) -> bool:
     """Whether `text` is `recorded`, except for thinking and the whitespace around it.
-    `text` may have less thinking than `recorded`, and it may have thinking only where
-    `recorded` has some."""
+    `text` may have less thinking than `recorded`, and only where `recorded` has
+    some."""
     text = f"|{text}|"
     recorded = f"|{recorded}|"
     thoughts = find_thoughts(text, end_of_turn)
@@ -67,7 +68,7 @@ def equal_without_thinking(text: str, recorded: str, end_of_turn: str) -> bool:
 
 
 def _text_between(text: str, thoughts: dict[int, int]) -> list[str]:
-    """The parts of the text before, between and after the thoughts."""
+    """Return the parts of the text before, between and after the thoughts."""
     parts: list[str] = []
     end = 0
     for thought_begin, thought_end in thoughts.items():

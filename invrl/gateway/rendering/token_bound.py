@@ -1,9 +1,10 @@
-"""A lower bound of the number of tokens in a text, found without tokenising it.
+"""A lower bound of the number of tokens in a text, found without tokenizing it.
 
 However a text is cut into tokens, each of its ASCII letters is in one of them. If no
 token of the vocabulary has more than m letters, a text with n letters has at least n /
 m tokens. The same holds for digits. It holds only for tokenizers that drop no letter
-(see `token_bound`); for all others there is no bound."""
+(see `token_bound`); for all others there is no bound.
+"""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _CLASSES = (string.ascii_letters.encode(), string.digits.encode())
-"""The classes of characters that are counted."""
+"""Counted classes of characters."""
 _NOT_ASCII = bytes(range(128, 256))
 _KEEPING_SPLITS = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 """Behaviours of a splitting pre-tokenizer that drop nothing."""
@@ -22,14 +23,14 @@ class TokenBound:
     """A tokenizer's bound."""
 
     max_characters: tuple[int, ...]
-    """For each class of characters, the most that one token has."""
+    """Maximum number of characters of each class in one token."""
     composes: bool
-    """The tokenizer joins letters and combining marks (NFC), so that each character
-    outside ASCII may remove one ASCII letter."""
+    """Whether the tokenizer joins letters and combining marks (NFC), so that each
+    character outside ASCII may remove one ASCII letter."""
 
     def min_tokens(self, text: str) -> int:
-        """No tokenisation of `text` has fewer tokens. Takes 10 ms or less for a million
-        characters."""
+        """Return a number that no tokenization of `text` is below. Takes 10 ms or less
+        for a million characters."""
         raw = text.encode("utf-8", "surrogatepass")
         composed = 0
         if self.composes and not text.isascii():
@@ -47,9 +48,9 @@ class TokenBound:
 
 
 def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
-    """`tokenizer` is the content of tokenizer.json. None unless the tokenizer is
-    byte-level BPE that has every byte as a token, normalizes by NFC or not at all, and
-    drops nothing that it splits."""
+    """Return the bound; `tokenizer` is the content of tokenizer.json. None unless the
+    tokenizer is byte-level BPE that has every byte as a token, normalizes by NFC or not
+    at all, and drops nothing that it splits."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
@@ -74,7 +75,7 @@ def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
 
 
 def _max_characters(texts: Sequence[str], members: bytes) -> int:
-    """The most characters out of `members` that one of the texts has."""
+    """Return the maximum number of characters out of `members` in one of the texts."""
     removed = dict.fromkeys(members)
     most = 0
     for text in texts:
@@ -84,8 +85,8 @@ def _max_characters(texts: Sequence[str], members: bytes) -> int:
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, in order. A sequence has its parts
-    under `name`."""
+    """Return the steps of a normalizer or a pre-tokenizer, in order. A sequence has its
+    parts under `name`."""
     if part is None:
         return []
     if part.get("type") != "Sequence":
@@ -110,9 +111,9 @@ def _drops_nothing(step: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> list[str]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's
-    table). A printable byte stands for itself; the other bytes, in their order, are the
-    characters from U+0100 on."""
+    """Return the characters that stand for the 256 bytes in byte-level vocabularies
+    (GPT-2's table). A printable byte stands for itself; the other bytes, in their
+    order, are the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable]

@@ -21,7 +21,7 @@ _PROBE = "x"
 
 
 class FastTokenizer:
-    """The tokenizer in Rust. It adds no tokens of its own when it encodes."""
+    """The tokenizer in Rust. It adds no special tokens when it encodes."""
 
     def __init__(self, backend: Tokenizer, bound: TokenBound | None) -> None:
         self._backend = backend
@@ -30,13 +30,14 @@ class FastTokenizer:
     def encode(
         self, text: str, *, inside: bool = False, max_ids: int | None = None
     ) -> list[int]:
-        """The ids of the text. PromptTooLong, with the exact number, if there are more
-        than `max_ids`. `inside`: the text stands behind other tokens. Some tokenizers
-        write a space before the text that a prompt begins with, and only there."""
+        """Return the ids of the text. Raises PromptTooLong, with the exact number, if
+        there are more than `max_ids`. `inside`: the text follows other tokens. Some
+        tokenizers write a space before the text that a prompt begins with, and only
+        there."""
         separator = self._separator if inside else ""
         encoding = self._encode(separator + text)
         num_before = 1 if separator else 0
-        # Checked before `.ids`, which would build a Python list of what may be millions
+        # Checked before `.ids`, which would build a Python list of perhaps millions
         # of ids.
         num_ids = len(encoding) - num_before
         if max_ids is not None and num_ids > max_ids:
@@ -45,8 +46,8 @@ class FastTokenizer:
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """What the tokenizer's own post-processor writes before a text: the token that
-        begins a sequence, if the model was trained with one."""
+        """Ids that the tokenizer's own post-processor writes before a text: the token
+        that begins a sequence, if the model was trained with one."""
         whole = self._backend.encode(_PROBE, add_special_tokens=True)
         added = whole.special_tokens_mask
         if 0 not in added:
@@ -54,15 +55,15 @@ class FastTokenizer:
         return tuple(whole.ids[: added.index(0)])
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenising it; 0
-        if none is known."""
+        """Return a lower bound of the text's number of tokens, found without tokenizing
+        it; 0 if none is known."""
         if self._bound is None:
             return 0
         return self._bound.min_tokens(text)
 
     def decode(self, ids: Sequence[int], *, special: bool, inside: bool = False) -> str:
-        """The text of the ids. `special`: special tokens are included. `inside`: the
-        ids stand behind others, so that a space that they begin with is part of the
+        """Return the text of the ids. `special`: special tokens are included. `inside`:
+        the ids follow others, so that a space that they begin with is part of the
         text."""
         if not inside:
             return self._backend.decode(ids, skip_special_tokens=not special)
@@ -72,26 +73,26 @@ class FastTokenizer:
         return text.removeprefix(self._letter)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token; None if the vocabulary does not have it."""
+        """Return the id of a token; None if the vocabulary does not have it."""
         return self._backend.token_to_id(token)
 
     def added_tokens(self, *, special_only: bool = False) -> frozenset[str]:
-        """The texts of the tokens that are found in a text before it is split into
-        pieces."""
+        """Return the texts of the tokens that are found in a text before it is split
+        into pieces."""
         tokens = self._backend.get_added_tokens_decoder().values()
         return frozenset(
             token.content for token in tokens if token.special or not special_only
         )
 
     def with_other_texts(self, texts: Mapping[str, str]) -> "FastTokenizer":
-        """The same tokenizer, in which the tokens of these texts have other texts."""
+        """Return the same tokenizer with other texts of these tokens."""
         if not texts:
             return self
         description = json.loads(self._backend.to_str())
         return FastTokenizer(_renamed_tokens(description, texts), self._bound)
 
     def _encode(self, text: str) -> Any:
-        """An `Encoding`, whose type stub lacks its length."""
+        """Return an `Encoding`, whose type stub lacks its length."""
         if len(text) < LARGE_TEXT:
             return self._backend.encode(text, add_special_tokens=False)
         # Only `encode_batch` releases the interpreter lock, so that other threads run
@@ -101,8 +102,8 @@ class FastTokenizer:
 
     @cached_property
     def _separator(self) -> str:
-        """A special token that changes nothing in the text behind it; "" if the
-        tokenizer has none."""
+        """Special token that does not affect the text after it; "" if the tokenizer has
+        none."""
         for token in self._backend.get_added_tokens_decoder().values():
             changes_text = (
                 token.lstrip or token.rstrip or token.single_word or token.normalized
@@ -113,7 +114,7 @@ class FastTokenizer:
 
     @cached_property
     def _letter_ids(self) -> list[int]:
-        """The ids of a letter, as what stands before a text."""
+        """Ids of a letter, used as the text before another."""
         return self._backend.encode(_PROBE, add_special_tokens=False).ids
 
     @cached_property
@@ -122,14 +123,15 @@ class FastTokenizer:
 
 
 def load_tokenizer(folder: Path) -> FastTokenizer:
-    """The tokenizer of a model folder. Raises ConfigError as `read_tokenizer` does."""
+    """Return the tokenizer of a model folder. Raises ConfigError like
+    `read_tokenizer`."""
     backend = read_tokenizer(folder)
     bound = token_bound(read_optional_json(folder / "tokenizer.json"))
     return FastTokenizer(backend, bound)
 
 
 def _renamed_tokens(description: dict[str, Any], texts: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer that `description` (the content of tokenizer.json) says, in which
+    """Return the tokenizer of `description` (the content of tokenizer.json), in which
     some tokens have other texts. All tokens keep their ids."""
     added = description["added_tokens"]
     model = description["model"]
@@ -154,7 +156,8 @@ def _renamed_tokens(description: dict[str, Any], texts: Mapping[str, str]) -> To
 
 
 def _merged(merge: str | Sequence[str]) -> str:
-    """The piece that a merge makes. Older files have its two parts in one text."""
+    """Return the piece that a merge makes. Older files have its two parts in one
+    text."""
     if isinstance(merge, str):
         return merge.replace(" ", "", 1)
     return "".join(merge)

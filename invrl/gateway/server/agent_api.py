@@ -36,7 +36,7 @@ from invrl.host.traces import Traces
 _log = logging.getLogger(__name__)
 _JSON = {"content-type": "application/json"}
 _RETRY_COUNT = "x-stainless-retry-count"
-"""The header in which the official clients count their own retries; "0" on the first
+"""Header in which the official clients count their own retries; "0" on the first
 try."""
 
 
@@ -90,8 +90,8 @@ class AgentEndpoint:
     def _traced(
         self, client: ClientConnection, record: SessionRecord
     ) -> AbstractContextManager[None]:
-        """The span of the call. It goes on with the client's trace if the client sends
-        `traceparent`."""
+        """Return the span of the call. It continues the client's trace if the client
+        sends `traceparent`."""
         if self.traces is None:
             return contextlib.nullcontext()
         attributes = {"invrl.session": record.session.id}
@@ -102,7 +102,7 @@ class AgentEndpoint:
     async def _serve(
         self, client: ClientConnection, record: SessionRecord, body: bytes
     ) -> None:
-        """Samples and sends the answer, and marks it delivered if the client received
+        """Sample and send the answer, and mark it as delivered if the client received
         all of it."""
         conversation = self.turns.conversation(record)
         sources: list[AnswerSource] = []
@@ -124,7 +124,7 @@ class AgentEndpoint:
         sources: list[AnswerSource],
         attachments: contextlib.ExitStack,
     ) -> bool:
-        """Parses the body, begins a turn for each choice, and sends the answer. True if
+        """Parse the body, begin a turn for each choice, and send the answer. True if
         the client received all of it. Each choice is added to `sources` as soon as it
         has begun, and attached until `attachments` closes: if a later choice is
         refused, or the client disconnects, the earlier ones are cancelled."""
@@ -166,10 +166,10 @@ class AgentEndpoint:
         sources: Sequence[AnswerSource],
         headers: dict[str, str],
     ) -> bool:
-        """Sends the answer as events. True if the client received all of them. The HTTP
-        response starts with the first token, or with the first keep-alive: an error
-        before that has a status of its own. The dialect's first event waits for the
-        first token, because it contains the number of cached tokens."""
+        """Send the answer as events. True if the client received all of them. The HTTP
+        response starts with the first token, or with the first keep-alive: an earlier
+        error has its own status. The dialect's first event waits for the first token,
+        because it contains the number of cached tokens."""
         stream = self.dialect.stream(request, [source.start for source in sources])
         client.error_event = stream.error
         has_head = False
@@ -194,7 +194,7 @@ class AgentEndpoint:
         record: SessionRecord | None,
         error: SessionError,
     ) -> None:
-        """`record`: the session of the request; None if its key opens none."""
+        """Refuse a request. `record` is its session; None if its key opens none."""
         if client.gone.is_set():
             return
         if record is not None:
@@ -230,7 +230,7 @@ class CountEndpoint(AgentEndpoint):
 
 
 def _choices(request: ParsedRequest) -> list[TurnRequest]:
-    """A turn request for each of the `n` choices. Each has a digest of its own, by
+    """Return a turn request for each of the `n` choices. Each has its own digest, by
     which a retry finds it."""
     first = request.turn
     choices = [first]
@@ -242,7 +242,7 @@ def _choices(request: ParsedRequest) -> list[TurnRequest]:
 async def _interleaved(
     sources: Sequence[AnswerSource], silence_s: float
 ) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of all choices as they are sampled, each with the number of its
+    """Yield the pieces of all choices as they are sampled, each with the number of its
     choice. None instead of a piece after every `silence_s` in which the choice was
     silent. Raises the error of the first choice that fails."""
     if len(sources) == 1:

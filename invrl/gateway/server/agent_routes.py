@@ -1,5 +1,5 @@
-"""The routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for
-each dialect, and those that look up models and recorded responses."""
+"""Routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for each
+dialect, and lookups of models and recorded responses."""
 
 import contextlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _PREFIXES = ("/v1", "/s/{key}/v1")
 
 
 class AgentRoutes:
-    """The dialects of the served model, and their routes."""
+    """Dialects of the served model, and their routes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AgentRoutes:
         self._messages = MessagesDialect(model=settings.model_name)
 
     def dialect_for(self, request: Request) -> ChatDialect | MessagesDialect:
-        """Whose format the client of this request expects on a route that belongs to no
+        """Return the dialect of this request's client, on a route that belongs to no
         dialect, and in an error."""
         is_anthropic = (
             "anthropic-version" in request.headers or "/v1/messages" in request.url.path
@@ -61,7 +61,7 @@ class AgentRoutes:
         return self._chat
 
     def note_refusal(self, request: Request, error: SessionError) -> None:
-        """Keeps the refusal of a request that carries the key of an open session."""
+        """Keep the refusal of a request that carries the key of an open session."""
         parts = request.url.path.split("/")
         key_in_path = None
         if parts[1:2] == ["s"] and len(parts) > 2:
@@ -71,7 +71,7 @@ class AgentRoutes:
             self._registry.by_key(keys).note_refusal(error)
 
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
-        """The routes that take a prompt, by their path below `/v1`."""
+        """Return the routes that take a prompt, by their path below `/v1`."""
         dialects: list[Dialect[Any]] = [
             self._chat,
             self._completions,
@@ -96,7 +96,7 @@ class AgentRoutes:
         return endpoints
 
     def lookup_routes(self) -> list[Route]:
-        """The routes that sample nothing, under each prefix."""
+        """Return the routes that sample nothing, under each prefix."""
         routes: list[Route] = []
         for prefix in _PREFIXES:
             routes.append(Route(prefix + "/models", self._show_models, methods=["GET"]))
@@ -109,7 +109,7 @@ class AgentRoutes:
         return routes
 
     async def _show_models(self, request: Request) -> Response:
-        """The model under all its names, or under the one that the path asks for."""
+        """Show the model under all its names, or under the one in the path."""
         record = self._session_of(request)
         dialect = self.dialect_for(request)
         name = request.path_params.get("id", "")
@@ -132,7 +132,8 @@ class AgentRoutes:
         return Response(body, media_type="application/json")
 
     def _session_of(self, request: Request) -> SessionRecord:
-        """SessionError 401 if the request carries no key of an open session."""
+        """Return the session of a request. Raises SessionError 401 if it carries no key
+        of an open session."""
         keys = keys_of_request(request.path_params.get("key"), dict(request.headers))
         record = self._registry.by_key(keys)
         record.last_heard.update()

@@ -1,8 +1,8 @@
-"""The gateway put together: one FastAPI application over registry, conversations, store
-and engines.
+"""The gateway's application: FastAPI over registry, conversations, store and engines.
 
-Nothing but the routes named here can be reached: the engines' and the router's own
-admin routes have no counterpart."""
+Only the routes named here can be reached: the engines' and the router's own admin
+routes have no counterpart.
+"""
 
 import asyncio
 import contextlib
@@ -41,8 +41,8 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types.sessions import Sampling
 
 _SESSION_BODY_BYTES = 2**20
-"""The largest body that the session API takes, but for numbers of tokens: it is read
-and checked in the event loop."""
+"""Largest body of the session API, except for numbers of tokens: it is read and checked
+in the event loop."""
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
 
 
@@ -53,9 +53,9 @@ class _GatewayApp(FastAPI):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.sampling_endpoints: dict[str, ASGIApp] = {}
-        """By path, without the prefix."""
+        """Endpoints by path, without the prefix."""
         self.outermost: ASGIApp = self.serve
-        """The layer that gets each request first."""
+        """Layer that gets each request first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.outermost(scope, receive, send)
@@ -72,8 +72,8 @@ class _GatewayApp(FastAPI):
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """The description of all routes. A body whose fields all have defaults may be
-        left out."""
+        """Return the description of all routes. A body whose fields all have defaults
+        may be left out."""
         description = super().openapi()
         schemas = description["components"]["schemas"]
         for methods in description["paths"].values():
@@ -99,10 +99,10 @@ def make_app(
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """`place`: which of the gateway's workers this is; sessions of this worker that are
-    open in the store go on. `on_shutdown` is awaited after the last request. `ending`:
-    whether the server shuts down, which ends requests that wait. `run_ended`: whether
-    the run is over whose tasks environments lease."""
+    """Make the application. `place` is that of the worker; sessions of this worker that
+    are open in the store continue. `on_shutdown` is awaited after the last request.
+    `ending`: whether the server shuts down, which ends waiting requests. `run_ended`:
+    whether the run whose tasks environments lease is over."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
@@ -165,7 +165,7 @@ def make_app(
 
 
 def _cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of these origins call the gateway. They send their key themselves, so
+    """Let pages of these origins call the gateway. They send their key themselves, so
     no cookie is allowed."""
     return CORSMiddleware(
         app,
@@ -183,7 +183,7 @@ async def _health() -> dict[str, str]:
 def _make_registry(
     settings: GatewaySettings, place: WorkerPlace, reader: RunStore
 ) -> SessionRegistry:
-    """A registry with the sessions of this worker that are open in the store."""
+    """Return a registry with the sessions of this worker that are open in the store."""
 
     def recall_closed(name: str | bytes) -> SessionRecord | None:
         stored = reader.closed_session(name)
@@ -262,8 +262,8 @@ def _add_session_routes(
 
 
 def _add_counting(app: _GatewayApp, requests: RequestCounts) -> None:
-    """Requests that this worker answers are counted. Those that it forwards are counted
-    by their owner."""
+    """Count requests that this worker answers. Those that it forwards are counted by
+    their owner."""
     for path, endpoint in app.sampling_endpoints.items():
         app.sampling_endpoints[path] = CountedApp(
             endpoint, counts=requests, route_of=_sampling_route(path)
@@ -283,7 +283,7 @@ def _add_forwarding(
     peers: Peers,
     format_error: FormatError,
 ) -> None:
-    """Requests for sessions of other workers are sent there."""
+    """Forward requests for sessions of other workers."""
     app.add_middleware(
         Forwarder, peers=peers, settings=settings, format_error=format_error
     )

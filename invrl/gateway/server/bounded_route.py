@@ -1,7 +1,8 @@
 """Routes of the session API that check the key before they read the body, and bound the
 body's size and time.
 
-The routes of agents have the same limits (`agent_api.py`)."""
+The agents' routes have the same limits (`agent_api.py`).
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -17,10 +18,10 @@ from invrl.gateway.server.connection import ClientConnection
 def bounded_route(
     *, authorize: Callable[[Request], None], limit: int, deadline_s: float
 ) -> type[APIRoute]:
-    """A route class. Its routes first call `authorize` with a request whose body has
-    not been read, and answer the error that it raises. Then they read the body: 413 if
-    it has more than `limit` bytes, 408 if it is not complete after `deadline_s`. A body
-    is JSON, whatever its content type; no body is `{}`."""
+    """Return a route class. Its routes first call `authorize` with a request whose body
+    has not been read, and answer the error that it raises. Then they read the body: 413
+    if it has more than `limit` bytes, 408 if it is not complete after `deadline_s`. A
+    body is JSON, whatever its content type; no body is `{}`."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(
@@ -51,8 +52,8 @@ def bounded_route(
 
 
 def _as_json(scope: Scope) -> Scope:
-    """The request with the content type of JSON, which curl, for one, does not send by
-    itself."""
+    """Return the request with the content type of JSON, which curl, for one, does not
+    send by default."""
     headers = [
         (name, value) for name, value in scope["headers"] if name != b"content-type"
     ]

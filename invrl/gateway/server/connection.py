@@ -1,10 +1,10 @@
-"""One HTTP exchange with a client, at the level of ASGI messages: has the client
-disconnected, and did it receive the whole answer?
+"""One HTTP exchange with a client, at the level of ASGI messages: whether the client
+has disconnected, and whether it received the whole answer.
 
 Invariant: an answer counts as delivered only if the client was still connected after
-the last byte had been written. The end of the body is sent as a message of its own,
-after the last bytes: once it is sent, the server reports every connection as
-disconnected."""
+the last byte had been written. The end of the body is sent as a separate message after
+the last bytes: once it is sent, the server reports every connection as disconnected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVENT_STREAM = {
 
 
 class ClientConnection:
-    """A request and the answer to it."""
+    """A request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -36,33 +36,34 @@ class ClientConnection:
         self.gone = asyncio.Event()
         """Set when the client has disconnected."""
         self.session_id = ""
-        """The session of the request, once its key is known. Every answer then names
-        it."""
+        """Session of the request, once its key is known. Every answer then names it."""
         self.started = False
-        """The head of the answer has been sent: its status cannot be changed any
-        more."""
+        """Whether the head of the answer has been sent: its status can no longer be
+        changed."""
         self.error_event: Callable[[SessionError], bytes] = lambda _: b""
         """Formats an error for a stream that has begun."""
         self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:
-        """Reads the whole body, and decompresses it. SessionError 413 if it has more
-        than `limit` bytes, 408 past the deadline, 400 or 415 if it cannot be
+        """Read the whole body, and decompress it. Raises SessionError 413 if it has
+        more than `limit` bytes, 408 past the deadline, 400 or 415 if it cannot be
         decompressed."""
         return await self.decompressed(
             await self.sent_body(limit=limit, deadline_s=deadline_s), limit=limit
         )
 
     async def decompressed(self, body: bytes, *, limit: int) -> bytes:
-        """The body without its content encoding. SessionError as `body`. A thread does
-        the work: a few kilobytes may be as many megabytes as the limit allows."""
+        """Return the body without its content encoding. Raises SessionError like
+        `body`. A thread does the work: a few kilobytes may be as many megabytes as the
+        limit allows."""
         encoding = self.headers.get("content-encoding", "")
         if not encoding:
             return body
         return await asyncio.to_thread(decompress, body, encoding, limit=limit)
 
     async def sent_body(self, *, limit: int, deadline_s: float) -> bytes:
-        """Reads the whole body as it was sent. SessionError 413, 408 as `body`."""
+        """Read the whole body as it was sent. Raises SessionError 413, 408 like
+        `body`."""
         try:
             async with asyncio.timeout(deadline_s):
                 body = await self._read_body(limit)
@@ -75,9 +76,9 @@ class ClientConnection:
     async def answer(
         self, status: int, headers: Mapping[str, str], body: bytes
     ) -> bool:
-        """Sends a whole answer. True if the client was connected to the end. If the
-        client has not finished its own body, the server goes on reading it, so that the
-        answer is not lost to a reset connection."""
+        """Send a whole answer. True if the client was connected to the end. If the
+        client has not finished its own body, the server continues to read it, so that
+        the answer is not lost to a reset connection."""
         await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 
@@ -102,7 +103,7 @@ class ClientConnection:
         )
 
     async def end(self, data: bytes) -> bool:
-        """Sends the last bytes. True if the client was connected to the end."""
+        """Send the last bytes. True if the client was connected to the end."""
         await self.write(data)
         delivered = not self.gone.is_set()
         await self._send(
@@ -111,8 +112,8 @@ class ClientConnection:
         return delivered
 
     async def unless_gone(self, answering: Coroutine[Any, Any, bool]) -> bool:
-        """Returns the result of `answering`. If the client disconnects, cancels it and
-        returns False. It runs in the task of the caller: another task would cost two
+        """Return the result of `answering`. If the client disconnects, cancel it and
+        return False. It runs in the task of the caller: another task would cost two
         rounds of the event loop."""
         caller = asyncio.current_task()
         assert self._disconnect_watch is not None, "the body has been read"
@@ -132,7 +133,7 @@ class ClientConnection:
             self._disconnect_watch.remove_done_callback(cancel_caller)
 
     def release(self) -> None:
-        """The exchange is over. If the connection kept its task, the two would be a
+        """End the exchange. If the connection kept its task, the two would be a
         reference cycle that only the garbage collector frees, with everything that they
         refer to."""
         if self._disconnect_watch is not None:

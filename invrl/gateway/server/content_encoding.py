@@ -1,20 +1,20 @@
 """Decompresses the body of a request, up to a limit. Pure.
 
-Invariant: no more than the limit is ever decompressed, whatever the compressed bytes
-would grow to."""
+Invariant: never decompresses more than the limit, whatever the size of the content.
+"""
 
 import zlib
 
 from invrl.errors import SessionError
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""By the name of the encoding: which header zlib is to expect."""
+"""Header that zlib expects, by the name of the encoding."""
 
 
 def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
-    """`encoding`: the value of the Content-Encoding header. SessionError 415 for an
-    encoding that is not known, 413 for more than `limit` bytes, 400 for a body that is
-    not encoded so."""
+    """Decompress. `encoding` is the value of the Content-Encoding header. Raises
+    SessionError 415 for an unknown encoding, 413 for more than `limit` bytes, 400 for a
+    body that is not encoded so."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body

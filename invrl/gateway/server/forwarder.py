@@ -3,12 +3,12 @@ client.
 
 An ASGI layer around the application of each worker when there are several: any
 connection serves any session. Invariants: the body of a request is read only if its key
-was made by this gateway (whether the key opens a session is for the owner to say); an
-answer is passed on as it arrives; if the client disconnects, the request to the owner
-ends too; if the owner dies before it begins to answer, the request goes to its
-successor, for which it is a retry like one of the client's; if the owner dies during
-the answer, the answer breaks off; a request goes to the owner's address, whatever its
-line holds."""
+was made by this gateway (the owner decides whether the key opens a session); an answer
+is passed on as it arrives; if the client disconnects, the request to the owner ends
+too; if the owner dies before it begins to answer, the request goes to its successor, as
+a retry like a client's; if the owner dies during the answer, the answer breaks off; a
+request goes to the owner's address, whatever its request line.
+"""
 
 import asyncio
 import hmac
@@ -37,9 +37,9 @@ from invrl.gateway.server.settings import GatewaySettings
 
 _log = logging.getLogger(__name__)
 _SUCCESSOR_S = 30.0
-"""How long the successor of a dead worker may take to answer."""
+"""Deadline of the successor of a dead worker."""
 _PAUSE_S = 0.05
-"""Between two tries to reach the owner."""
+"""Pause between two tries to reach the owner."""
 _CONNECTION_HEADERS = {
     "connection",
     "keep-alive",
@@ -55,7 +55,7 @@ _SERVER_HEADERS = {"date", "server"}
 
 
 class _OpenRequest(msgspec.Struct):
-    """The field that matters here of a request that opens sessions."""
+    """Relevant field of a request that opens sessions."""
 
     request_id: str | None = None
 
@@ -123,13 +123,13 @@ class Forwarder:
             client.release()
 
     def _check_environment_key(self, keys: Sequence[str]) -> None:
-        """SessionError 401 unless the request carries the environment key."""
+        """Raise SessionError 401 unless the request carries the environment key."""
         if not hmac.compare_digest(hash_of_same_key(keys), hash_key(self._env_key)):
             raise unauthorized("this needs the environment key")
 
     def _check_keys(self, keys: Sequence[str]) -> None:
-        """SessionError 401 unless each key is the environment key or a session key made
-        by this gateway."""
+        """Raise SessionError 401 unless each key is the environment key or a session
+        key made by this gateway."""
         secret = self._env_key.encode()
         for key in keys:
             is_environment = hmac.compare_digest(hash_key(key), hash_key(self._env_key))
@@ -141,8 +141,8 @@ class Forwarder:
             )
 
     def _opener(self, body: bytes) -> int:
-        """The worker that opens the sessions: this one, or, for a request with an id,
-        the same worker at each of its tries."""
+        """Return the worker that opens the sessions: this one, or, for a request with
+        an id, the same worker at each of its tries."""
         place = self._peers.place
         try:
             request_id = msgspec.json.decode(body, type=_OpenRequest).request_id
@@ -158,8 +158,8 @@ class Forwarder:
     async def _forward(
         self, client: ClientConnection, scope: Scope, owner: int, body: bytes
     ) -> bool:
-        """True if the client received the whole answer. SessionError 503 if neither the
-        owner nor a successor answers."""
+        """Forward a request. True if the client received the whole answer. Raises
+        SessionError 503 if neither the owner nor a successor answers."""
         url = _url_at(URL(self._peers.place.urls[owner]), scope)
         headers = {
             name: text
@@ -219,9 +219,9 @@ class Forwarder:
 
 
 def _url_at(worker: URL, scope: Scope) -> URL:
-    """The URL of a request at another worker: the worker's address with the client's
-    path and query, byte for byte. SessionError 400 for a path that could become a part
-    of the address."""
+    """Return the URL of a request at another worker: the worker's address with the
+    client's path and query, byte for byte. Raises SessionError 400 for a path that
+    could become a part of the address."""
     path = scope["raw_path"].decode("latin-1")
     url = URL.build(
         scheme=worker.scheme,
@@ -241,8 +241,8 @@ def _url_at(worker: URL, scope: Scope) -> URL:
 
 
 def _names_in_path(path: str) -> tuple[str, str]:
-    """The key and the id of the session that a path names; "" for each that it does not
-    name."""
+    """Return the key and the id of the session in a path; "" for each that is
+    missing."""
     parts = path.split("/")
     if len(parts) < 3:
         return "", ""
@@ -256,7 +256,7 @@ def _names_in_path(path: str) -> tuple[str, str]:
 
 
 def _receive_again(body: bytes, client: ClientConnection) -> Receive:
-    """A `receive` that returns a body that has been read already."""
+    """Return a `receive` that returns a body that has been read already."""
     messages: list[Message] = [
         {"type": "http.request", "body": body, "more_body": False}
     ]

@@ -40,8 +40,8 @@ _ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class GatewayServer:
-    """A gateway in processes of its own. The settings file in `folder` contains keys:
-    only its owner can read it. ServerError if the gateway cannot listen on its
+    """A gateway in separate processes. The settings file in `folder` contains keys:
+    only its owner can read it. Raises ServerError if the gateway cannot listen on its
     address."""
 
     module = "invrl.gateway.server.gateway_server"
@@ -63,33 +63,31 @@ class GatewayServer:
             self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s
         )
         self._hung_workers_reported = [0] * workers
-        """By worker: how many of its hangs have been told."""
         self._ended_workers_reported = [0] * workers
-        """By worker: how many of its ends have been told."""
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
-        """Monotonic seconds: until then environments are told that the run has ended. 0
-        before `end_run`."""
+        """Monotonic seconds until which environments are informed that the run has
+        ended. 0 before `end_run`."""
         self._parent = ForkParent(self.module, log=log)
         self.process = self._start()
 
     @property
     def url(self) -> str:
-        """The address for processes of this machine. (Agents use `settings.url`.)"""
+        """Address for processes of this machine. (Agents use `settings.url`.)"""
         host = self._settings.host
         if host == "0.0.0.0":
             host = "127.0.0.1"
         return f"http://{host}:{self._settings.port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
-        """Waits until the gateway answers. Raises ServerError or DeadlineError if it
+        """Wait until the gateway answers. Raises ServerError or DeadlineError if it
         does not."""
         self.process.wait_until(self._is_healthy, deadline_s=deadline_s)
 
     def check_alive(self) -> None:
-        """Restarts the supervisor if it has died. Kills it if it hangs; the next call
-        restarts it. To be called from the thread that created this object: the process
-        dies with that thread. ServerError if the supervisor has died too often."""
+        """Restart the supervisor if it has died. Kill it if it hangs; the next call
+        restarts it. Call it from the thread that created this object: the process dies
+        with that thread. Raises ServerError if the supervisor has died too often."""
         self._report_workers()
         if self.process.alive():
             if self._watch.silent():
@@ -103,24 +101,24 @@ class GatewayServer:
         self.process = self._start()
 
     def announce_version(self, version: WeightVersion) -> None:
-        """To be called before an engine gets this version of the weights: until then,
-        its tokens are refused as sampled by weights that do not exist."""
+        """Announce a version before an engine gets these weights: until then, its
+        tokens are refused as sampled by weights that do not exist."""
         self._heartbeats.announce_version(version)
 
     @property
     def newest_version(self) -> WeightVersion:
-        """What was announced last."""
+        """Version announced last."""
         return self._heartbeats.newest_version()
 
     @property
     def wrong_answers(self) -> int:
-        """How many answers of engines could not be true, so that they were refused."""
+        """Number of refused answers of engines that could not be true."""
         return self._heartbeats.wrong_answers()
 
     def end_run(self) -> None:
-        """From now on the gateway answers that the run has ended: to an environment
-        that asks for a task, and to one that calls a session whose rollout is not
-        needed any more."""
+        """Let the gateway answer that the run has ended: to an environment that asks
+        for a task, and to one that calls a session whose rollout is no longer
+        needed."""
         self._heartbeats.end_run()
         self._end_grace_until = time.monotonic() + self._settings.session.end_grace_s
 
@@ -138,7 +136,7 @@ class GatewayServer:
         os.close(self._heartbeat_file)
 
     def _kill_hung_supervisor(self) -> None:
-        """The workers die with it."""
+        """Kill the supervisor if it hangs. The workers die with it."""
         incidents.warning(
             "the gateway's supervisor (process %d) showed no sign of life for %g s "
             "(run.heartbeat_timeout_s): it is killed",
@@ -151,7 +149,7 @@ class GatewayServer:
         self._watch.start_over(SUPERVISOR)
 
     def _report_workers(self) -> None:
-        """One line for each that hung or ended."""
+        """Report each worker that hung or ended in one line."""
         for number in range(self._settings.workers):
             hung = self._heartbeats.hung(worker_place(number))
             if hung > self._hung_workers_reported[number]:
@@ -213,13 +211,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def prepare() -> None:
-    """Imports what the supervisor and its workers need."""
+    """Import what the supervisor and its workers need."""
     from invrl.gateway.server import supervisor  # noqa: F401
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The supervisor. `arguments`: the settings file, and the descriptors of heartbeats
-    and sockets."""
+    """Run the supervisor. `arguments` are the settings file, and the descriptors of
+    heartbeats and sockets."""
     settings_file, heartbeat_file, *socket_files = arguments
     from invrl.gateway.server.supervisor import supervise
 

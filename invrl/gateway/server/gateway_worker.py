@@ -1,8 +1,8 @@
-"""One worker of the gateway: it serves the application on the sockets that it
-inherited.
+"""One worker of the gateway: it serves the application on inherited sockets.
 
 The supervisor forks it. Threads, the event loop and the store exist only from `serve`
-on."""
+on.
+"""
 
 import asyncio
 import gc
@@ -41,10 +41,10 @@ def serve(
     newest_version: Callable[[], WeightVersion],
     on_wrong_answer: Callable[[], object],
 ) -> None:
-    """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted
-    turn is committed. `beat` is called regularly as long as the event loop runs.
-    `run_ended`: whether environments that the run did not start are to be told that it
-    has ended. `newest_version` and `on_wrong_answer`: as in `SglangClient`."""
+    """Run until SIGTERM, which the caller has blocked. On return, every accepted turn
+    is committed. `beat` is called regularly while the event loop runs. `run_ended`:
+    whether environments that the run did not start learn that it has ended.
+    `newest_version` and `on_wrong_answer` are those of `SglangClient`."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there
     # before its own. (With SIG_IGN the kernel would discard a signal that arrived while

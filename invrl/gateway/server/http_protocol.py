@@ -2,16 +2,17 @@
 waiting, and with the writes of one answer combined into one write to the socket.
 
 Without that, the head, the events and the end of an answer would each be a system call
-that wakes the client. A client that still sends its body after it was answered (413,
-408) is given some seconds to read the answer; then the connection is closed. A request
-to change the protocol is ignored, as HTTP allows: the JDK's client asks for HTTP/2 with
-its first request, whose body the parser would take for the other protocol's.
+that wakes the client. A client that still sends its body after the answer (413, 408)
+has some seconds to read it; then the connection is closed. A request to change the
+protocol is ignored, as HTTP allows: the JDK's client asks for HTTP/2 with its first
+request, whose body the parser would take for the other protocol's.
 Invariants: a connection is closed if it does not send a whole head within
 `head_timeout_s`, if its head grows without end, or if it sends data without end that is
 neither head nor body (trailers, the length of a chunk). It is aborted if the client
 does not read its answer; the handler then sees a disconnected client. The path of a
 request begins with "/": its line names a path, or a whole URL whose path alone is
-used."""
+used.
+"""
 
 import asyncio
 from typing import Any
@@ -20,16 +21,17 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _LINGER_S = 5.0
-"""How long a client may go on sending a body whose request has been answered."""
+"""Time during which a client may continue to send a body whose request has been
+answered."""
 _MAX_UNREAD_BYTES = 65_536
 """Limit for a head, and for data that is neither head nor body. The first piece of it
 that the socket returned (256 KiB at most) is not counted."""
 _LEAST_BYTES_PER_S = 1000.0
-"""A client that reads more slowly than this counts as one that does not read."""
+"""A client that reads more slowly counts as one that does not read."""
 _HEAD_TOO_LARGE = "431 Request Header Fields Too Large"
 _HEAD_TOO_SLOW = "408 Request Timeout"
 _TARGET_BEGINNINGS = (b"/", b"http://", b"https://")
-"""How the target in a request line may begin (RFC 9112, 3.2.1 and 3.2.2)."""
+"""Valid beginnings of the target in a request line (RFC 9112, 3.2.1 and 3.2.2)."""
 
 
 class _CoalescingTransport:
@@ -66,8 +68,8 @@ class _CoalescingTransport:
 
 
 class _OneProtocolParser(httptools.HttpRequestParser):
-    """A parser that reads a request with an `Upgrade` header as one without it.
-    (httptools stops behind such a head. It is given the head a second time.)"""
+    """A parser that reads a request with an `Upgrade` header like one without it.
+    (httptools stops after such a head. It gets the head a second time.)"""
 
     def __init__(self, protocol: "LimitedHttpProtocol") -> None:
         super().__init__(protocol)
@@ -84,27 +86,28 @@ class _OneProtocolParser(httptools.HttpRequestParser):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """The timeouts are class attributes, because uvicorn constructs the protocol;
-    `limited_http_protocol` returns a subclass with other values."""
+    """HTTP protocol with timeouts. They are class attributes, because uvicorn
+    constructs the protocol; `limited_http_protocol` returns a subclass with other
+    values."""
 
     head_timeout_s = 30.0
-    """From the start of the connection, or from the first byte of a later request, to
-    the end of its head."""
+    """Time from the start of the connection, or from the first byte of a later request,
+    to the end of its head."""
     write_timeout_s = 30.0
-    """The interval over which a client that is behind must read `_LEAST_BYTES_PER_S` on
+    """Interval over which a client that is behind must read `_LEAST_BYTES_PER_S` on
     average."""
 
     _linger_timer: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _is_upgrade = False
-    """The head that was read last asks for another protocol. It is read a second
+    """Whether the head read last asks for another protocol. It is read a second
     time."""
     _in_head = False
-    """A head has begun and has not ended."""
+    """Whether a head has begun and has not ended."""
     _parser_advanced = False
-    """The data received last contained the start or the end of a head, or a part of a
-    body."""
+    """Whether the data received last contained the start or the end of a head, or a
+    part of a body."""
     _unread_bytes = 0
     """Bytes received since the parser last advanced."""
 
@@ -147,8 +150,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._parser_advanced = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers, which follow a body, are dropped: nothing reads them, and uvicorn
-        would store them with the headers."""
+        """Drop trailers, which follow a body: nothing reads them, and uvicorn would
+        store them with the headers."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -157,8 +160,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """An exception here is answered with 400, as every line that the parser
-        refuses."""
+        """Check the head. An exception here is answered with 400, like every line that
+        the parser refuses."""
         if not self.url.lower().startswith(_TARGET_BEGINNINGS):
             raise ValueError(
                 "the target of the request line is neither a path nor a URL"
@@ -182,7 +185,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._linger_timer = None
 
     def head_without_upgrade(self) -> bytes:
-        """The head that was read last, without its `Upgrade` header."""
+        """Return the head read last, without its `Upgrade` header."""
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
         lines = [method + b" " + self.url + b" HTTP/" + version]
@@ -220,14 +223,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: str) -> None:
-        """Answers a request whose head is not complete, so that no handler has seen
+        """Answer a request whose head is not complete, so that no handler has seen
         it."""
         head = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode())
         self.transport.close()
 
     def _start_write_timer(self, unsent_bytes: int) -> None:
-        """`unsent_bytes`: bytes in the write buffer at this moment."""
+        """Start the timer. `unsent_bytes` is the present size of the write buffer."""
         self._write_timer = self.loop.call_later(
             self.write_timeout_s, self._check_reader, unsent_bytes
         )
@@ -244,6 +247,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def limited_http_protocol(
     *, head_timeout_s: float, write_timeout_s: float
 ) -> type[LimitedHttpProtocol]:
-    """A protocol class with these timeouts."""
+    """Return a protocol class with these timeouts."""
     timeouts = {"head_timeout_s": head_timeout_s, "write_timeout_s": write_timeout_s}
     return type("ConfiguredHttpProtocol", (LimitedHttpProtocol,), timeouts)

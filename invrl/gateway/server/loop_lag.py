@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due: the first sign of an overloaded gateway."""
+"""Lag of the event loop: the first sign of an overloaded gateway."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ class LoopLag:
         self._lags_ms: deque[float] = deque(maxlen=_WINDOW)
 
     async def measure(self) -> None:
-        """Runs until it is cancelled."""
+        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _INTERVAL_S
@@ -24,7 +24,7 @@ class LoopLag:
             self._lags_ms.append(1000 * (loop.time() - due))
 
     def summary(self) -> Mapping[str, float]:
-        """The median, the 99th percentile and the maximum; 0 before the first
+        """Return the median, the 99th percentile and the maximum; 0 before the first
         measurement."""
         lags_ms = sorted(self._lags_ms)
         if not lags_ms:

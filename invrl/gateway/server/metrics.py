@@ -1,4 +1,4 @@
-"""The gateway's metrics: what one worker counted, and all workers together."""
+"""The gateway's metrics: counts of one worker, and of all workers together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class GatewayMetrics:
     peers: Peers
 
     async def collect(self, *, all_workers: bool) -> Mapping[str, object]:
-        """The numbers of this worker, or of all workers of the gateway."""
+        """Return the numbers of this worker, or of all workers of the gateway."""
         metrics: Mapping[str, Any] = self._own()
         if all_workers:
             metrics = await self.peers.metrics(

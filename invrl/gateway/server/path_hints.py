@@ -1,5 +1,5 @@
-"""Says what a client's base URL should have been, where its path shows that it was set
-wrong. Pure."""
+"""Suggests the right base URL to a client whose path shows that it was set wrong.
+Pure."""
 
 _ROUTES = (
     "chat/completions",
@@ -9,7 +9,7 @@ _ROUTES = (
     "messages/count_tokens",
     "models",
 )
-"""What agents call, below `/v1`."""
+"""Routes that agents call, below `/v1`."""
 _BASE_URLS = (
     "the base URL is http://HOST:PORT/s/KEY/v1, for Anthropic's clients http://HOST:PORT/s/KEY, without a "
     "slash at its end"
@@ -17,7 +17,7 @@ _BASE_URLS = (
 
 
 def hint(path: str) -> str:
-    """What to change for a path that no route has; "" if it is like none that agents
+    """Suggest a change for an unknown path; "" if it resembles none that agents
     call."""
     parts = [part for part in path.split("/") if part]
     if parts[:1] == ["s"]:

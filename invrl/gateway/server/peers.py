@@ -1,7 +1,8 @@
-"""The other workers of the same gateway, as one worker reaches them.
+"""Other workers of the same gateway, as one worker reaches them.
 
-Each worker has an address of its own on the loopback interface. There it serves the
-same routes for the same keys as on the public port."""
+Each worker has a separate address on the loopback interface. There it serves the same
+routes for the same keys as on the public port.
+"""
 
 import asyncio
 import logging
@@ -24,8 +25,8 @@ class Peers:
 
     @property
     def http(self) -> aiohttp.ClientSession:
-        """A client without deadlines of its own. It belongs to one event loop and is
-        created on first use."""
+        """Client without deadlines. It belongs to one event loop and is created on
+        first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
@@ -43,8 +44,8 @@ class Peers:
     async def metrics(
         self, own: Mapping[str, object], env_key: str
     ) -> Mapping[str, object]:
-        """The metrics of all workers, merged. A worker that does not answer is left
-        out."""
+        """Return the metrics of all workers, merged. A worker that does not answer is
+        left out."""
         other_urls = [
             url
             for number, url in enumerate(self.place.urls)
@@ -77,8 +78,8 @@ class Peers:
 def merge_metrics(
     parts: Sequence[Mapping[str, Any]], *, reduce: Any = sum
 ) -> Mapping[str, object]:
-    """Numbers are added up; those below `loop_lag_ms` become their maximum. Of other
-    values the first part's is taken."""
+    """Merge metrics. Numbers are added; those below `loop_lag_ms` become their maximum.
+    Other values are the first part's."""
     names = dict.fromkeys(name for part in parts for name in part)
     merged: dict[str, object] = {}
     for name in names:

@@ -17,11 +17,11 @@ _SPACE_RETRY_S = 5.0
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 FormatError = Callable[[Request, SessionError], bytes]
-"""The body of an error, as the client of this request expects it."""
+"""Returns the body of an error, as the client of this request expects it."""
 
 
 def retry_after(error: SessionError) -> dict[str, str]:
-    """The header of a refusal that is temporary; no header for any other."""
+    """Return the header of a temporary refusal; no header for any other."""
     if error.retry_after_s is None:
         return {}
     return {"retry-after": f"{error.retry_after_s:g}"}
@@ -37,13 +37,13 @@ def disk_full(error: DiskFullError) -> SessionError:
 
 
 NoteRefusal = Callable[[Request, SessionError], None]
-"""Keeps a refusal for whoever looks at the session of this request."""
+"""Keeps a refusal for observers of the request's session."""
 
 
 def add_error_handlers(
     app: FastAPI, format_error: FormatError, note_refusal: NoteRefusal
 ) -> None:
-    """Makes `app` answer every exception of its routes as a refusal."""
+    """Make `app` answer every exception of its routes as a refusal."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _as_session_error(request, error)

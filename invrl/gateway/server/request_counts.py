@@ -1,8 +1,8 @@
-"""How many requests each route has answered, with which status, and how long they took:
-of one worker.
+"""Counts of answered requests of one worker, by route and status, and their durations.
 
 Invariant: a route is named by its template, so neither a session's id nor a key becomes
-the name of a count."""
+the name of a count.
+"""
 
 import time
 from bisect import bisect_left
@@ -29,12 +29,12 @@ BOUNDS_S = (
     60.0,
     300.0,
 )
-"""Upper bounds of the histogram's buckets, in seconds. What took longer is in one more
-bucket."""
+"""Upper bounds of the histogram's buckets, in seconds. One more bucket has longer
+durations."""
 UNKNOWN_ROUTE = "other"
-"""The name of every path that is no route."""
+"""Name of every path that is no route."""
 CLIENT_LEFT = 499
-"""Stands for the status of a request whose client left before an answer began."""
+"""Status of a request whose client left before an answer began."""
 _INTERNAL_ERROR = 500
 _KEY_PREFIX = "/s/{key}"
 
@@ -47,13 +47,14 @@ class _RouteCounts:
 
 
 class RequestCounts:
-    """Since the start of this worker."""
+    """Counts since the start of this worker."""
 
     def __init__(self) -> None:
         self._routes: dict[str, _RouteCounts] = {}
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """`seconds`: from the request's head to the last byte of its answer."""
+        """Count a request. `seconds` are from the request's head to the last byte of
+        its answer."""
         counts = self._routes.get(route)
         if counts is None:
             counts = self._routes[route] = _RouteCounts()
@@ -62,9 +63,8 @@ class RequestCounts:
         counts.seconds += seconds
 
     def summary(self) -> Mapping[str, Mapping[str, object]]:
-        """By route: `statuses` (how many answers by status), `buckets` (how many
-        requests took at most so many seconds, by that bound as text; the last is
-        "+Inf") and `seconds`, which all took together."""
+        """Return, by route, `statuses` (answers by status), `buckets` (cumulative
+        counts by upper bound as text; the last is "+Inf") and the total `seconds`."""
         summary: dict[str, Mapping[str, object]] = {}
         for route, counts in self._routes.items():
             buckets: dict[str, int] = {}
@@ -84,8 +84,8 @@ class RequestCounts:
 
 
 class CountedApp:
-    """An ASGI app whose requests are counted. `route_of` names the route of a request
-    that is over."""
+    """An ASGI app whose requests are counted. `route_of` names the route of a completed
+    request."""
 
     def __init__(
         self, app: ASGIApp, *, counts: RequestCounts, route_of: Callable[[Scope], str]
@@ -111,7 +111,7 @@ class CountedApp:
             await self._app(scope, receive, send_and_note)
         except Exception:
             if status == CLIENT_LEFT:
-                status = _INTERNAL_ERROR  # the layer around this one answers so
+                status = _INTERNAL_ERROR  # the status that the outer layer sends
             raise
         finally:
             self._counts.count(
@@ -120,9 +120,9 @@ class CountedApp:
 
 
 def route_names(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
-    """A function that names the route of a request that is over: its path, without the
-    prefix that holds a key; `UNKNOWN_ROUTE` if there is none. FastAPI notes the route
-    in the scope, Starlette only the handler: `routes` are those of Starlette. Of
+    """Return a function that names the route of a completed request: its path, without
+    the prefix that holds a key; `UNKNOWN_ROUTE` if there is none. FastAPI notes the
+    route in the scope, Starlette only the handler: `routes` are those of Starlette. Of
     several routes with one handler the first gives the name."""
     names: dict[object, str] = {}
     for route in routes:

@@ -40,20 +40,20 @@ _LEASE_POLL_S = 0.1
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
     """`/tasks/lease`, `/sessions…`, `/metrics` and `/openapi.json`. Each public method
-    but the two routers and `authorize` is the handler of a route."""
+    except the two routers and `authorize` is the handler of a route."""
 
     env_key: str
-    """The environment key opens sessions and acts on every session; a session's own key
-    acts on that one."""
+    """Environment key, which opens sessions and acts on every session; a session's own
+    key acts on that one."""
     model: str
-    """The name under which clients call the model."""
+    """Name under which clients call the model."""
     lifecycle: Lifecycle
     metrics: GatewayMetrics
     ending: Callable[[], bool]
     """Whether the gateway is shutting down."""
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
-        """All routes but that of `numbers_router`."""
+        """Return all routes except that of `numbers_router`."""
         unrewarded: dict[int | str, dict[str, Any]] = {
             202: {"model": bodies.Unrewarded}
         }
@@ -74,8 +74,8 @@ class SessionRoutes:
         return api
 
     def numbers_router(self, route_class: type[APIRoute]) -> APIRouter:
-        """The route whose bodies hold a number for each token, and may be larger than
-        others."""
+        """Return the route whose bodies hold a number for each token, and may be larger
+        than others."""
         api = _router(route_class)
         api.post("/sessions/{session_id}/numbers")(self.attach_numbers)
         return api
@@ -83,9 +83,9 @@ class SessionRoutes:
     async def lease_task(
         self, request: Request, body: bodies.LeaseBody
     ) -> bodies.Leased:
-        """A task and the members of its group that are to be run, each in a session
-        that the environment opens. Waits up to `wait_s` for a task. `ended`: the run is
-        over, and the environment may end too."""
+        """Lease a task and the members of its group to run, each in a session that the
+        environment opens. Waits up to `wait_s` for a task. `ended`: the run is over,
+        and the environment may end too."""
         self._check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
@@ -113,8 +113,8 @@ class SessionRoutes:
     async def open_sessions(
         self, request: Request, body: bodies.OpenBody
     ) -> bodies.Opened:
-        """Opens a session for each member, all of them or none. If the same request
-        comes again with the same `request_id`, it gets the same sessions."""
+        """Open a session for each member, all of them or none. A repeated request with
+        the same `request_id` gets the same sessions."""
         self._check_environment(request)
         terms = SessionTerms(
             task_id=body.task_id,
@@ -134,9 +134,9 @@ class SessionRoutes:
     async def open_child(
         self, request: Request, session_id: str, body: bodies.ChildBody
     ) -> bodies.Opened:
-        """Opens a session for a sub-agent, with a key and a base URL of its own; the
-        answer lists this one session. Its `parent_id` is the session in the path. Its
-        limits are the parent's, or lower ones."""
+        """Open a session for a sub-agent, with its own key and base URL; the answer
+        lists this one session. Its `parent_id` is the session in the path. Its limits
+        are the parent's, or lower ones."""
         parent = self._session(request, session_id)
         limits = _limits(body.limits, parent.session.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
@@ -159,7 +159,7 @@ class SessionRoutes:
     async def attach_numbers(
         self, request: Request, session_id: str, body: bodies.NumbersBody
     ) -> bodies.Attached:
-        """Gives the session numbers of the extra columns that the run declares. Later
+        """Give the session numbers of the extra columns that the run declares. Later
         ones replace earlier ones of the same turn and name, until the session is
         finished."""
         record = self._session(request, session_id)
@@ -188,7 +188,7 @@ class SessionRoutes:
     async def hear_of_session(
         self, request: Request, session_id: str
     ) -> bodies.Heartbeat:
-        """Shows that an environment is alive that computes for a long time between two
+        """Show that an environment is alive that computes for a long time between two
         other calls."""
         record = self._session(request, session_id)
         return bodies.Heartbeat(
@@ -223,13 +223,14 @@ class SessionRoutes:
         return dict(await self.metrics.collect(all_workers=not own_only))
 
     async def show_schema(self, request: Request) -> dict[str, Any]:
-        """All routes with their types, as OpenAPI describes them."""
+        """Return all routes with their types, as OpenAPI describes them."""
         self._check_environment(request)
         return request.app.openapi()
 
     def authorize(self, request: Request) -> None:
-        """Checks the key before the body is read. SessionError 401 unless the request
-        carries a key for its route; 404 if the environment names an unknown session."""
+        """Check the key before the body is read. Raises SessionError 401 unless the
+        request carries a key for its route; 404 if the environment names an unknown
+        session."""
         session_id = request.path_params.get("session_id")
         if session_id is None:
             self._check_environment(request)
@@ -243,16 +244,17 @@ class SessionRoutes:
         return bodies.Opened(sessions=sessions)
 
     def _check_environment(self, request: Request) -> None:
-        """SessionError 401 unless the request carries the environment key."""
+        """Raise SessionError 401 unless the request carries the environment key."""
         if not self._is_environment(
             hash_of_same_key(keys_of_request(None, request.headers))
         ):
             raise unauthorized("this needs the environment key")
 
     def _session(self, request: Request, session_id: str) -> SessionRecord:
-        """The session, open or closed. For the environment SessionError 404 if there is
-        none. For any other key SessionError 401, the same for a foreign session and for
-        an unknown one, so that keys cannot be used to find out ids."""
+        """Return the session, open or closed. Raises SessionError 404 for the
+        environment if there is none. Any other key gets SessionError 401, the same for
+        a foreign session and for an unknown one, so that keys cannot be used to find
+        out ids."""
         key_hash = hash_of_same_key(keys_of_request(None, request.headers))
         registry = self.lifecycle.registry
         if self._is_environment(key_hash):
@@ -288,8 +290,8 @@ def _sampling(asked: bodies.SamplingBody | None, default: Sampling) -> Sampling:
 
 
 def _limits(asked: bodies.LimitsBody, most: SessionLimits) -> SessionLimits:
-    """The limits that were asked for; `most` where none was. SessionError 400 for a
-    limit above `most`."""
+    """Return the requested limits, with `most` as the default. Raises SessionError 400
+    for a limit above `most`."""
     lower = {name: value for name, value in asked if value is not None}
     for name, value in lower.items():
         if value > getattr(most, name):

@@ -1,5 +1,5 @@
-"""The bodies of the session API, requests and answers. Requests are validated by them;
-OpenAPI shows them."""
+"""Bodies of the session API, requests and answers. They validate requests; OpenAPI
+shows them."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class OpenBody(ChildBody):
 
 
 class RewardBody(Section):
-    """The reward of the session, of one of its turns, or of the branches through a
-    turn. A turn is named by its id or by the id of its answer."""
+    """The reward of the session, of one of its turns, or of the trajectories through a
+    turn. A turn is named by its id or by the id of its reply."""
 
     reward: _RewardValue
     components: dict[_Name, _RewardValue] = Field(
@@ -94,18 +94,17 @@ class RewardBody(Section):
 
 class NumbersBody(Section):
     """Numbers of the extra columns that the run declares, by the names of the columns.
-    A turn is named by its id or by the id of its answer."""
+    A turn is named by its id or by the id of its reply."""
 
     numbers: dict[_Name, _AnyNumber] = Field(
         default_factory=dict, max_length=MAX_COLUMNS
     )
-    """Of the whole rollout."""
     turn_numbers: dict[_Name, dict[_Name, _AnyNumber]] = Field(default_factory=dict)
-    """By turn, then by name."""
+    """Numbers by turn, then by name."""
     token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(
         default_factory=dict
     )
-    """By turn, then by name: one number for each token that the turn sampled."""
+    """Numbers by turn, then by name: one for each token that the turn sampled."""
 
     def extra(self) -> ExtraNumbers:
         return ExtraNumbers(
@@ -138,10 +137,10 @@ class LeaseBody(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession(Session):
-    """A session with all that a client needs: `base_url`, `key` and `model`."""
+    """A session with everything that a client needs: `base_url`, `key` and `model`."""
 
     model: str
-    """The name under which clients call the model."""
+    """Name under which clients call the model."""
 
     @classmethod
     def of(cls, session: Session, model: str) -> OpenedSession:
@@ -193,7 +192,7 @@ class Lease(BaseModel):
     """`id`, `payload`, `label` and `split`, as the task source returned them."""
     members: list[GroupMember]
     model: str
-    """The name under which clients call the model; each session has it too."""
+    """Name under which clients call the model; each session has it too."""
     lease_timeout_s: float
 
 
@@ -208,7 +207,6 @@ class ChangeLine(BaseModel):
     """The first difference between a request and the recorded conversation."""
 
     message: int
-    """The index of the message in the request."""
     role: str
     part: str
     recorded: str
@@ -222,7 +220,7 @@ class TurnLine(BaseModel):
     advice: str = ""
     changed: ChangeLine | None = None
     keeps_interrupted_reply: str = ""
-    """The turn that it continues, if that one was out of tokens."""
+    """Turn that it continues, if that one was out of tokens."""
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
@@ -230,9 +228,9 @@ class TurnLine(BaseModel):
     sampled_tokens: int
     constrained: bool
     started_at: float
-    """Unix seconds: when the request came."""
+    """Arrival of the request in Unix seconds."""
     finished_at: float
-    """Unix seconds: when its last token was sampled."""
+    """Sampling of its last token in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +254,6 @@ class SessionView(SessionTerms):
     overridden: list[str]
     ignored: Mapping[str, int]
     refused: list[str]
-    """The last requests that were refused."""
     control_tokens_as_text: int
     """Texts of control tokens in the messages, which were rendered as text."""
     turns: list[TurnLine]

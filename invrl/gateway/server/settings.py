@@ -1,5 +1,4 @@
-"""The settings of a gateway process, which it reads from a JSON file. Imports no
-tokenizer."""
+"""Settings of a gateway process, read from a JSON file. Imports no tokenizer."""
 
 import json
 
@@ -28,7 +27,7 @@ class GatewaySettings(GatewayConfig):
         description="this incarnation of the run; a gateway that is started again keeps it",
     )
     port: PositiveInt  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
-    """The port that the gateway has: the configured one, or a free one."""
+    """Port of the gateway: the configured one, or a free one."""
     router_url: str
     router_api_key: SecretStr | None = None
     env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")
@@ -90,14 +89,14 @@ class GatewaySettings(GatewayConfig):
 
     @property
     def url(self) -> str:
-        """The address that agents are given."""
+        """Address for agents."""
         if self.public_url:
             return self.public_url.rstrip("/")
         return f"http://{self.host}:{self.port}"
 
     def to_json(self) -> str:
-        """JSON with the secrets in clear text, for a file that only its owner can
-        read."""
+        """Return JSON with the secrets in clear text, for a file that only its owner
+        can read."""
         values = self.model_dump()
         for name, value in values.items():
             if isinstance(value, SecretStr):

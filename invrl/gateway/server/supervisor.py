@@ -1,11 +1,12 @@
-"""The gateway's supervisor. It loads once what is slow to load, forks the workers, and
-replaces a worker that dies or hangs.
+"""The gateway's supervisor: loads slow parts once, forks the workers, and replaces a
+worker that dies or hangs.
 
 Invariants: the supervisor has no thread and no event loop, so that a fork copies a
 consistent process. Workers die with it (PR_SET_PDEATHSIG), and it dies with the process
-that asked for it. The sockets belong to that process: while nobody accepts, connections
+that started it. The sockets belong to that process: while nobody accepts, connections
 wait in the kernel. SIGTERM ends all workers in good order; Ctrl-C is handled by the
-parent process."""
+parent process.
+"""
 
 import gc
 import logging
@@ -38,7 +39,7 @@ from invrl.store.schema import connect
 
 _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 10
-"""For each worker."""
+"""Limit for each worker."""
 
 
 def supervise(
@@ -47,9 +48,9 @@ def supervise(
     own_sockets: Sequence[socket.socket],
     heartbeats: HeartbeatPage,
 ) -> None:
-    """Runs the workers until SIGTERM, and returns when all of them have ended.
-    ServerError if a worker dies again and again. `own_sockets`: a loopback socket for
-    each worker, if there are several workers."""
+    """Run the workers until SIGTERM, and return when all of them have ended. Raises
+    ServerError if a worker dies again and again. `own_sockets` has a loopback socket
+    for each worker, if there are several workers."""
     signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     )
@@ -86,7 +87,7 @@ def supervise(
 
 
 class _Workers:
-    """The worker processes of one supervisor."""
+    """Worker processes of one supervisor."""
 
     def __init__(
         self,
@@ -111,7 +112,6 @@ class _Workers:
         self._starts = [0] * count
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE * count)
         self._numbers_by_pid: dict[int, int] = {}
-        """The number of each running worker."""
         self._killed: set[int] = set()
         """Workers that hung and have not been reaped yet."""
         self._numbers_by_place = {
@@ -124,7 +124,8 @@ class _Workers:
         )
 
     def start_missing(self) -> None:
-        """Forks every worker that does not run. ServerError if they die too often."""
+        """Fork every worker that does not run. Raises ServerError if they die too
+        often."""
         running = set(self._numbers_by_pid.values())
         for number in range(len(self._urls)):
             if number in running:
@@ -163,7 +164,7 @@ class _Workers:
         self._numbers_by_pid[pid] = number
 
     def reap(self) -> None:
-        """Takes note of the workers that have ended."""
+        """Note the workers that have ended."""
         while self._numbers_by_pid:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -176,7 +177,7 @@ class _Workers:
             _log.warning("worker %d ended (wait status %d)", number, status)
 
     def kill_hung(self) -> None:
-        """Kills the workers without a heartbeat; `reap` finds them later."""
+        """Kill the workers without a heartbeat; `reap` finds them later."""
         hung = {self._numbers_by_place[place] for place in self._watch.silent()}
         for pid, number in self._numbers_by_pid.items():
             if number not in hung:
@@ -195,8 +196,8 @@ class _Workers:
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ends all workers in good order. Without a deadline: the parent of the
-        supervisor has one."""
+        """Stop all workers gracefully. Without a deadline: the parent of the supervisor
+        has one."""
         for pid in self._numbers_by_pid:
             os.kill(pid, signal.SIGTERM)
         for pid in self._numbers_by_pid:
@@ -204,7 +205,7 @@ class _Workers:
 
 
 def _fork(work: Callable[[], None]) -> int:
-    """Runs `work` in a child process that dies with this one. Returns the child's
+    """Run `work` in a child process that dies with this one. Returns the child's
     process id."""
     parent = os.getpid()
     pid = os.fork()

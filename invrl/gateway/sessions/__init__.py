@@ -1,4 +1,4 @@
-"""Sessions from their opening to the outcome that a closed session hands over.
+"""Sessions from their opening to the outcome of a closed session.
 
 Start with `lifecycle.py`; `rollout_summary.py` builds the outcome.
 """

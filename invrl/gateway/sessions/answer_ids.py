@@ -1,14 +1,14 @@
-"""The ids by which clients know a turn: that of its answer, in any dialect, or the
-turn's own. Pure."""
+"""Ids by which clients know a turn: that of its answer, in any dialect, or the turn's
+own. Pure."""
 
 import re
 
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)(turn-[0-9a-f]+)")
-"""The turn's id behind a prefix of the dialect."""
+"""The turn's id after a prefix of the dialect."""
 
 
 def turn_of_answer(name: str) -> str:
-    """The id of the turn that an answer's id names; any other name as it is."""
+    """Return the id of the turn that an answer's id names; any other name unchanged."""
     match = _ANSWER_ID.fullmatch(name)
     if match is None:
         return name

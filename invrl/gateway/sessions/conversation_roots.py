@@ -14,14 +14,14 @@ from invrl.gateway.types import ForkReason
 from invrl.types.turns import Turn
 
 _SHARED_BY_STEPS = 0.75
-"""The part of the shorter prompt that two steps of one conversation share at their
+"""Part of the shorter prompt that two steps of one conversation share at their
 beginning."""
 _MAX_COMPARED = 16
-"""Conversations with which a root is compared; the newest ones."""
+"""Number of conversations with which a root is compared; the newest ones."""
 
 
 def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
-    """The root of each turn, by turn id. Parents come before their children in
+    """Return the root of each turn, by turn id. Parents come before their children in
     `turns`."""
     root_of: dict[str, str] = {}
     for turn in turns:
@@ -35,18 +35,19 @@ def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
 def auxiliary_roots(
     turns: Sequence[Turn], delivered: Collection[str]
 ) -> tuple[str, ...]:
-    """The roots of all conversations except the main one of each session.
+    """Return the roots of all conversations except the main one of each session.
 
     Only the tokens of turns that were delivered whole count towards a conversation's
     size: aborted or abandoned turns say nothing about the agent's purpose. Roots with
     equal prompts are samples of one conversation, and roots whose prompts share most of
     their beginning are its steps: a program that renders its whole history into each
     prompt (DSPy's ReAct) begins a conversation with every step. A root that departed
-    from what was recorded (edited history, stripped thinking) belongs to the
-    conversation with which it shares the longest beginning."""
+    from the recording (edited history, stripped thinking) belongs to the conversation
+    with which it shares the longest beginning.
+    """
     root_of = roots(turns)
     delivered_tokens = Counter[str]()
-    """The number of delivered tokens, by root."""
+    """Number of delivered tokens, by root."""
     for turn in turns:
         if turn.id in delivered and turn.finish_reason != "abort":
             delivered_tokens[root_of[turn.id]] += len(turn.sampled_ids_T)
@@ -70,7 +71,8 @@ def auxiliary_roots(
 
 
 def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
-    """For each root of one session, the id of the first root of its conversation."""
+    """Return, for each root of one session, the id of the first root of its
+    conversation."""
     beginnings = [
         turn
         for turn in root_turns
@@ -102,8 +104,8 @@ def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
 
 
 def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
-    """The first root of the conversation that this root is a later step of; None if it
-    begins another."""
+    """Return the first root of the conversation that this root is a later step of; None
+    if it begins another."""
     for first in firsts:
         shorter = min(len(first.context_ids_T), len(turn.context_ids_T))
         shared = _shared_tokens(first, turn)
@@ -113,7 +115,7 @@ def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
 
 
 def _shared_tokens(first: Turn, second: Turn) -> int:
-    """The number of tokens at the beginning of both contexts that are equal."""
+    """Count the equal tokens at the beginning of both contexts."""
     length = min(len(first.context_ids_T), len(second.context_ids_T))
     differences = np.flatnonzero(
         first.context_ids_T[:length] != second.context_ids_T[:length]

@@ -3,9 +3,10 @@ the store consistent.
 
 Invariants: a session is closed once, and a second close returns the same outcome. A
 close first freezes the session, then takes a snapshot, then builds the outcome: once a
-close has begun, no call, delivery or reward changes what the session hands over. The
-children of a session end with it at the latest, and are part of its outcome. The
-session API calls this class, and `expire_forever` ends sessions whose time is up."""
+close has begun, no call, delivery or reward changes the session's outcome. The children
+of a session end with it at the latest, and are part of its outcome. The session API
+calls this class, and `expire_forever` ends sessions whose time is up.
+"""
 
 import asyncio
 import logging
@@ -41,13 +42,13 @@ from invrl.types.turns import Turn
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
-"""How long a close waits for answers that are on their way to the client."""
+"""Time that a close waits for answers that are on their way to the client."""
 _EXPIRY_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """Why a session is closed as failed."""
+    """Reason that a session is closed as failed."""
 
     reason: FailureReason
     detail: str
@@ -59,7 +60,7 @@ class Lifecycle:
     turns: Turns
     store: RunStoreWriter
     sampling: Sampling
-    """For sessions that are opened without sampling parameters."""
+    """Default sampling parameters of sessions."""
     policy: SessionPolicy
     late: LateConfig | None = None
     """None: a session that finishes without a reward has failed."""
@@ -73,7 +74,7 @@ class Lifecycle:
 
     @property
     def limits(self) -> SessionLimits:
-        """The most that a session may be granted."""
+        """Upper limits of a session."""
         policy = self.policy
         return SessionLimits(
             max_turns=policy.max_turns,
@@ -83,7 +84,7 @@ class Lifecycle:
         )
 
     async def open(self, opening: Opening) -> list[SessionRecord]:
-        """Opens all sessions or none. A repeated request gets the same sessions.
+        """Open all sessions or none. A repeated request gets the same sessions. Raises
         SessionError 429 if too many sessions are open, 400 for sampling parameters that
         training excludes, 409 for members that are not leased, 410 once the run has
         ended."""
@@ -112,8 +113,8 @@ class Lifecycle:
     async def _store_opened(
         self, records: list[SessionRecord], opening: Opening
     ) -> None:
-        """Returns after the commit. sqlite3.IntegrityError if the store's constraints
-        exclude a session."""
+        """Store opened sessions and return after the commit. Raises
+        sqlite3.IntegrityError if the store's constraints exclude a session."""
         needs_lease = (
             self.leases is not None
             and opening.terms.purpose == "train"
@@ -123,8 +124,8 @@ class Lifecycle:
         await asyncio.wrap_future(committed)
 
     def _check_training(self, opening: Opening) -> None:
-        """SessionError if the run has ended, or if the policy could not be trained on
-        what is sampled."""
+        """Raise SessionError if the run has ended, or if the policy could not be
+        trained on the samples."""
         if self.run_ended():
             raise SessionError("the run has ended", status=410, code="run_ended")
         sampling = opening.terms.sampling
@@ -138,8 +139,8 @@ class Lifecycle:
             )
 
     async def _open_again(self, records: list[SessionRecord]) -> list[SessionRecord]:
-        """Answers a repeated request after the commit of the first one. SessionError
-        404 if the first one failed."""
+        """Answer a repeated request after the commit of the first one. Raises
+        SessionError 404 if the first one failed."""
         for record in records:
             record.last_heard.update()
         # Commits happen in order: after this empty one, the commit of the first request
@@ -150,8 +151,8 @@ class Lifecycle:
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """Opens a session for a sub-agent, with the parent's place in the group.
-        SessionError as for `open`."""
+        """Open a session for a sub-agent, with the parent's place in the group. Raises
+        SessionError like `open`."""
         session = parent.session
         qualified_id = ""
         if request_id:
@@ -167,10 +168,10 @@ class Lifecycle:
         return record
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets the final reward, or the reward of a turn or branch of this session; a
-        turn may be named by the id of its answer. If the session waits for its final
-        reward, the final reward closes it. SessionError 404 if there is no such turn,
-        409 once the session is closed."""
+        """Set the final reward, or the reward of a turn or trajectory of this session;
+        a turn may be named by the id of its reply. If the session waits for its final
+        reward, the final reward closes it. Raises SessionError 404 if there is no such
+        turn, 409 once the session is closed."""
         reward = replace(
             reward,
             turn=turn_of_answer(reward.turn),
@@ -195,10 +196,10 @@ class Lifecycle:
         return any(turn.id == turn_id for turn in conversation.turns)
 
     async def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
-        """Stores numbers of extra columns. A later number under the same turn and name
-        replaces an earlier one. SessionError 400 for numbers that are not as declared,
-        404 if there is no such turn, 409 once the session is closed. Nothing is stored
-        if any of them is refused."""
+        """Store numbers of extra columns. A later number under the same turn and name
+        replaces an earlier one. Raises SessionError 400 for numbers that are not as
+        declared, 404 if there is no such turn, 409 once the session is closed. Nothing
+        is stored if any of them is refused."""
         self.registry.check_unsettled(record)
         sampled_tokens: dict[str, int] = {}
         conversation = self.turns.find(record)
@@ -217,8 +218,8 @@ class Lifecycle:
         reward: Reward | None = None,
         extra: ExtraNumbers | None = None,
     ) -> Outcome | None:
-        """Closes the session, after setting the numbers and the reward if they are
-        given. Returns None if the session now waits for its reward."""
+        """Close the session, after setting the numbers and the reward if given. Returns
+        None if the session now waits for its reward."""
         if extra and _takes_reward(record):
             await self.attach(record, extra)
         if reward is not None and _takes_reward(record):
@@ -233,7 +234,7 @@ class Lifecycle:
         *,
         state: SessionState = "aborted",
     ) -> Outcome:
-        """Closes the session as failed. The outcome of a session that is closed already
+        """Close the session as failed. The outcome of a session that is closed already
         does not change."""
         failure = _Failure(reason=reason, detail=detail)
         outcome = await self._close(record, state, failure)
@@ -246,7 +247,7 @@ class Lifecycle:
             await self.expire(self.registry.lived_time.now())
 
     async def expire(self, now: float) -> None:
-        """Ends the sessions whose time is up at `now` (lived seconds). They end
+        """End the sessions whose time is up at `now` (lived seconds). They end
         concurrently, because closing a session whose client does not read its answer
         takes `_SETTLE_S`."""
         overdue = self.registry.expired(now)
@@ -262,7 +263,7 @@ class Lifecycle:
                 _log.error("cannot expire a session", exc_info=error)
 
     async def _expire(self, record: SessionRecord) -> None:
-        """Ends a session that is past its time to live, or past the deadline of its
+        """End a session that is past its time to live, or past the deadline of its
         reward."""
         if record.state == "unrewarded" and record.reward is None:
             assert self.late is not None, "only with late rewards is one awaited"
@@ -308,8 +309,8 @@ class Lifecycle:
         )
 
     def _left_after_run(self) -> list[SessionRecord]:
-        """Training sessions that are open although the run has ended. Their children
-        end with them."""
+        """Return training sessions that are open although the run has ended. Their
+        children end with them."""
         if not self.run_ended():
             return []
         parents = [
@@ -326,7 +327,7 @@ class Lifecycle:
         state: SessionState,
         failure: _Failure | None = None,
     ) -> Outcome | None:
-        """Closes a session and its children. Without a `failure`, the turns and the
+        """Close a session and its children. Without a `failure`, the turns and the
         reward determine the outcome. Returns None if the session now waits for its
         reward."""
         if record.outcome is not None:
@@ -347,7 +348,7 @@ class Lifecycle:
     async def _conclude(
         self, record: SessionRecord, state: SessionState, failure: _Failure | None
     ) -> None:
-        """Determines the outcome of a frozen session and hands it over, or lets the
+        """Determine the outcome of a frozen session and hand it over, or let the
         session wait for its reward."""
         turns: list[Turn] = []
         delivered: set[str] = set()
@@ -390,7 +391,7 @@ class Lifecycle:
     async def _await_reward(
         self, record: SessionRecord, now: float, deadline_s: float
     ) -> None:
-        """Lets a finished session wait for its reward. Does nothing if it waits
+        """Let a finished session wait for its reward. Does nothing if it waits
         already."""
         if record.state != "open":
             return
@@ -409,7 +410,7 @@ def _takes_reward(record: SessionRecord) -> bool:
 
 
 def _opening_refused(opening: Opening, error: sqlite3.IntegrityError) -> SessionError:
-    """The error for sessions that the store's constraints exclude."""
+    """Return the error for sessions that the store's constraints exclude."""
     if "NOT NULL" in str(error):
         reason = (
             f"not all of these members of group {opening.terms.group_id!r} are leased"

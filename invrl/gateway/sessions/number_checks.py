@@ -28,11 +28,11 @@ _FIELDS: dict[Level, str] = {
     "turn": "turn_numbers",
     "token": "token_numbers",
 }
-"""The field of a request that holds the numbers of a level."""
+"""Field of a request that holds the numbers of a level."""
 
 
 def by_turn_id(extra: ExtraNumbers) -> ExtraNumbers:
-    """The same numbers, with ids of turns in place of ids of answers."""
+    """Return the same numbers, with ids of turns instead of ids of replies."""
     turn_numbers: dict[str, dict[str, float]] = {}
     for name, numbers in extra.turn_numbers.items():
         turn_numbers.setdefault(turn_of_answer(name), {}).update(numbers)
@@ -50,10 +50,10 @@ def check_numbers(
     record: SessionRecord,
     sampled_tokens: Mapping[str, int],
 ) -> None:
-    """`declared`: by name. `sampled_tokens`: by turn id, of every turn of the session.
-    SessionError 400 for a wrong name, level, length or number, 404 for a turn that the
-    session does not have. The message names the field, the value, the reason and the
-    fix."""
+    """Check numbers. `declared` is by name, `sampled_tokens` by turn id, of every turn
+    of the session. Raises SessionError 400 for a wrong name, level, length or number,
+    404 for a turn that the session does not have. The message names the field, the
+    value, the reason and the fix."""
     if extra.numbers and record.parent is not None:
         parent_id = record.top().session.id
         fix = f"send them for session {parent_id}"
@@ -89,7 +89,7 @@ def check_numbers(
 def _check_turn(
     field: str, turn: str, record: SessionRecord, sampled_tokens: Mapping[str, int]
 ) -> int:
-    """The number of tokens that the turn sampled."""
+    """Return the number of tokens that the turn sampled."""
     num_sampled = sampled_tokens.get(turn_of_answer(turn))
     if num_sampled is None:
         reason = f"session {record.session.id} has no turn {turn!r}"

@@ -18,8 +18,8 @@ from invrl.user_code.frame import USER_FRAME_PREFIX
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
-    """`detail` is completed with what the gateway refused the session and its children:
-    an agent may have swallowed it."""
+    """Return a failure. `detail` is completed with the gateway's refusals of the
+    session and its children: an agent may have swallowed them."""
     detail = _with_refusals(
         detail, [text for member in record.family() for text in member.refusals]
     )
@@ -29,8 +29,8 @@ def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedR
 
 
 def _with_refusals(detail: str, refusals: Sequence[str]) -> str:
-    """The refusals that the detail does not hold yet come before a last line that names
-    user code."""
+    """Insert the refusals that the detail lacks before a last line that names user
+    code."""
     new_lines = []
     for text in refusals:
         message = text.partition(": ")[2]
@@ -53,7 +53,7 @@ def with_partial(
     *,
     train_auxiliary: bool = True,
 ) -> FailedRollout:
-    """Adds a summary of the session's turns, without a final reward, to a failure. Runs
+    """Add a summary of the session's turns, without a final reward, to a failure. Runs
     that give such failures a reward need it."""
     without_reward = replace(record, reward=None, components={})
     partial = summarise(
@@ -78,13 +78,14 @@ def summarise(
     train_auxiliary: bool = True,
     needs_reward: bool = True,
 ) -> Outcome:
-    """The outcome of a session that is finished at `now` (lived seconds).
+    """Return the outcome of a session that is finished at `now` (lived seconds).
 
     `turns` are the turns of its family. `delivered` has the ids of the turns whose
     answer reached the client. The versions in the summary are those of tokens that may
     be trained. A session without such tokens fails as EMPTY or CONSTRAINED, a training
     session without a reward as BAD_REWARD. The reward is 0 for other sessions without
-    one, and for a training session without one if `needs_reward` is False."""
+    one, and for a training session without one if `needs_reward` is False.
+    """
     sorted_turns = _sort_turns(turns, delivered, train_auxiliary=train_auxiliary)
     if not sorted_turns.versions:
         return _without_tokens(record, sorted_turns)
@@ -105,22 +106,20 @@ def summarise(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SortedTurns:
-    """The turns of a session's family, by what they count for."""
+    """Turns of a session's family, by what they count for."""
 
     all: Sequence[Turn]
     later: Sequence[Turn]
     """All but the first of each conversation."""
     auxiliary: Sequence[Turn]
-    """Of auxiliary conversations."""
     delivered: Sequence[Turn]
-    """Those whose answer reached the client."""
+    """Turns whose answer reached the client."""
     trained: Sequence[Turn]
     """Delivered turns whose tokens may be trained."""
     versions: Sequence[WeightVersion]
-    """The versions of the tokens that may be trained; empty if there is no such
-    token."""
+    """Versions of the tokens that may be trained; empty if there is no such token."""
     untrained_roots: tuple[str, ...]
-    """The roots of conversations that are not trained."""
+    """Roots of conversations that are not trained."""
 
 
 def _sort_turns(
@@ -189,8 +188,8 @@ def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutS
 
 
 def _family_turn_numbers(record: SessionRecord) -> Mapping[str, Mapping[str, float]]:
-    """By turn id, then by name: of the turns of the session and of its finished
-    descendants."""
+    """Return numbers by turn id, then by name, of the turns of the session and its
+    finished descendants."""
     turn_numbers: dict[str, Mapping[str, float]] = {}
     for member in record.family(finished=True):
         for turn_id, numbers in member.turn_numbers.items():
@@ -199,7 +198,7 @@ def _family_turn_numbers(record: SessionRecord) -> Mapping[str, Mapping[str, flo
 
 
 def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout:
-    """The failure of a session that has no token to train."""
+    """Return the failure of a session that has no token to train."""
     all_skipped = all(turn.constrained and not turn.grammar for turn in turns.delivered)
     setting_applies = record.session.purpose != "serve"
     if turns.delivered and all_skipped and setting_applies:
@@ -211,8 +210,8 @@ def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout
 
 
 def _why_constrained(forced: Mapping[str, int]) -> str:
-    """`forced` counts requests by the field that forced their replies. It is empty
-    after the gateway has restarted."""
+    """Explain a constrained session. `forced` counts requests by the field that forced
+    their replies. It is empty after the gateway has restarted."""
     fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
     return (
         f"all turns constrained: the client sends {fields}, and --gateway.constrained skip trains no reply that a "
@@ -222,7 +221,7 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
 
 
 def _why_empty(turns: _SortedTurns) -> str:
-    """Counts each sampled token under one reason. Tokens for which no other reason
+    """Count each sampled token under one reason. Tokens for which no other reason
     applies are under untrained roots."""
     if not turns.all:
         return (
@@ -242,7 +241,7 @@ def _why_empty(turns: _SortedTurns) -> str:
 def token_counts(
     turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome
 ) -> Mapping[str, int]:
-    """The sampled, delivered and trained tokens of one closed session."""
+    """Count the sampled, delivered and trained tokens of one closed session."""
     trained = 0
     if not isinstance(outcome, FailedRollout):
         trained = outcome.trained_tokens
@@ -254,8 +253,8 @@ def token_counts(
 
 
 def token_shares(counts: Mapping[str, int]) -> Mapping[str, float]:
-    """The delivered and the trained share of the tokens that closed sessions sampled.
-    `counts`: sums of `token_counts`."""
+    """Return the delivered and the trained share of the tokens that closed sessions
+    sampled. `counts` are sums of `token_counts`."""
     sampled = max(counts.get("sampled", 0), 1)
     return {
         f"{name}_fraction": counts.get(name, 0) / sampled
@@ -269,8 +268,7 @@ def _sampled_tokens(turns: Sequence[Turn] | Iterator[Turn]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinalReward:
-    """The final reward that counts for a session, and the session that it was given
-    to."""
+    """Final reward that counts for a session, and the session that it was given to."""
 
     value: float
     session_id: str
@@ -278,7 +276,7 @@ class _FinalReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FamilyRewards:
-    """The rewards of a session and its finished descendants, as `RolloutSummary` holds
+    """Rewards of a session and its finished descendants, as `RolloutSummary` holds
     them."""
 
     final: float
@@ -318,8 +316,8 @@ def _family_rewards(record: SessionRecord, turns: Sequence[Turn]) -> _FamilyRewa
 def _final_rewards(
     record: SessionRecord, inherited: _FinalReward | None = None
 ) -> Iterator[tuple[str, _FinalReward]]:
-    """The final reward of each session of the family, by session id: its own, or else
-    its parent's. If `record`, the first session, has none, its reward is 0."""
+    """Yield the final reward of each session of the family, by session id: its own, or
+    else its parent's. If `record`, the first session, has none, its reward is 0."""
     if record.reward is not None:
         reward = _FinalReward(value=record.reward, session_id=record.session.id)
     elif inherited is not None:
@@ -333,9 +331,9 @@ def _final_rewards(
 
 
 def _levels(record: SessionRecord, turns: Sequence[Turn]) -> Mapping[str, str]:
-    """The level of each turn, by turn id: "main" for the session's own turns or "child"
-    for a child's, and the number of turns before it on its branch. Parents come before
-    their children in `turns`."""
+    """Return the level of each turn, by turn id: "main" for the session's own turns or
+    "child" for a child's, and the number of turns before it on its trajectory. Parents
+    come before their children in `turns`."""
     depths: dict[str, int] = {}
     levels: dict[str, str] = {}
     for turn in turns:

@@ -1,12 +1,12 @@
 """The live side of an open session: its forest, the generations in flight, the turns so
 far.
 
-Invariant: a request that equals an earlier one gets a sample of its own, which counts
-as a turn, with two exceptions. An answer that is complete but reached no client goes to
-the next equal request. A request that says that it is a retry (the official clients
-count their retries in a header) gets the answer that was given before. Equal bytes
-alone do not make a retry: clients without such a header draw several samples of one
-prompt in this way."""
+Invariant: a request that equals an earlier one gets a new sample, which counts as a
+turn, with two exceptions. An answer that is complete but reached no client goes to the
+next equal request. A request that is marked as a retry (the official clients count
+their retries in a header) gets the earlier answer. Equal bytes alone do not make a
+retry: clients without such a header draw several samples of one prompt in this way.
+"""
 
 import asyncio
 import contextlib
@@ -28,25 +28,25 @@ from invrl.types.sessions import Sampling
 from invrl.types.turns import Turn
 
 AnswerSource = Generation | RecordedAnswer
-"""Where a client's answer comes from."""
+"""Source of a client's answer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RequestState:
-    """The answers to one request, however often it was sent."""
+    """Answers to one request, however often it was sent."""
 
     pending: list[AnswerSource] = field(default_factory=list)
-    """Answers that no client has yet, in the order in which they were begun."""
+    """Answers that no client has yet, in the order of their beginning."""
     undelivered: list[Node] = field(default_factory=list)
-    """Recorded answers that reached no client and that are not being sent to one."""
+    """Recorded answers that reached no client and are not being sent to one."""
     failed: int = 0
     """Generations that ended without an answer and were not begun again since."""
     delivered: AnswerSource | Node | None = None
-    """The answer that a client got last. Not a node if the turn does not hold all that
-    was shown."""
+    """Answer that a client got last. Not a node if the turn lacks some of what was
+    shown."""
 
     def unclaimed_answer(self) -> AnswerSource | Node | None:
-        """A complete answer that reached no client and that is not being sent to one;
+        """Return a complete answer that reached no client and is not being sent to one;
         None if there is none."""
         for source in self.pending:
             if source.unclaimed:
@@ -56,8 +56,8 @@ class _RequestState:
         return None
 
     def repeated_answer(self) -> AnswerSource | Node | None:
-        """The answer that a client means that repeats the request. None if several
-        equal requests are in flight, or one has failed: it is unknown which of them the
+        """Return the answer to a client that repeats the request. None if several equal
+        requests are in flight, or one has failed: it is unknown which of them the
         client repeats, and if it got the answer of another client, one sample would
         count as two."""
         if self.failed or len(self.pending) > 1:
@@ -68,7 +68,7 @@ class _RequestState:
 
 
 class Conversation:
-    """The state of a session that ends with it."""
+    """State of a session that ends with it."""
 
     def __init__(self, record: SessionRecord, match_level: MatchLevel) -> None:
         self.record = record
@@ -77,25 +77,23 @@ class Conversation:
         """Ids of the turns whose answer reached a client."""
         self.forest = Forest(match_level, self.delivered)
         self.changes: dict[str, Change] = {}
-        """By turn: how its request departed from what was recorded. Of turns that an
-        earlier worker recorded, it is found only when the session is shown
+        """Departures of requests from the recording, by turn. For turns that an earlier
+        worker recorded, they are found only when the session is shown
         (`turn_overview.py`)."""
         self.restored = False
-        """An earlier worker recorded turns, and their changes have not been found
+        """Whether an earlier worker recorded turns whose changes have not been found
         yet."""
         self.begun = 0
-        """The number of turns that were begun."""
         self.closing = record.frozen
-        """The session is being closed, or it is closed."""
         self.frozen = record.frozen
-        """What the session hands over is settled: no turn is added, and none becomes
+        """Whether the session's outcome is settled: no turn is added, and none becomes
         delivered."""
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
         self.matching = asyncio.Lock()
         """Held while another thread matches a request with the forest."""
         self._requests: dict[str, _RequestState] = {}
-        """By digest."""
+        """Requests by digest."""
         self._prompts: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
         self._running: set[Generation] = set()
@@ -105,13 +103,13 @@ class Conversation:
 
     @property
     def is_called(self) -> bool:
-        """A client's request is being answered."""
+        """Whether a client's request is being answered."""
         return self._calls > 0
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Surrounds a client's request, until its answer is delivered or given up.
-        SessionError 429 if the session has too many requests at a time."""
+        """Surround a client's request, until its answer is delivered or abandoned.
+        Raises SessionError 429 if the session has too many concurrent requests."""
         limit = self.record.session.limits.max_concurrent_calls
         if self._calls >= limit:
             reason = f"the session may have {limit} calls at a time"
@@ -128,9 +126,9 @@ class Conversation:
                 self._idle.set()
 
     def admit(self) -> Sampling:
-        """The session's sampling parameters for one more turn, within the tokens that
-        are left. SessionError 403 once its turns or tokens are used up. Tokens count
-        when a turn ends, so turns that run at the same time can exceed the limit."""
+        """Return the session's sampling parameters for one more turn, within the
+        remaining tokens. Raises SessionError 403 once its turns or tokens are used up.
+        Tokens count when a turn ends, so concurrent turns can exceed the limit."""
         session = self.record.session
         limits = session.limits
         if max(self.begun, len(self.turns)) >= limits.max_turns:
@@ -148,9 +146,9 @@ class Conversation:
     def existing_answer(
         self, digest: str, *, retry: bool
     ) -> AnswerSource | Node | None:
-        """What answers this request without a new sample: an answer in flight that the
-        client joins, or a recorded turn, which `repeat` sends again. None if the
-        request has to be sampled. `retry`: the client says that it repeats the
+        """Return the answer to this request without a new sample: an answer in flight
+        that the client joins, or a recorded turn, which `repeat` sends again. None if
+        the request must be sampled. `retry`: the client says that it repeats the
         request."""
         request = self._requests.get(digest)
         if request is None:
@@ -162,7 +160,7 @@ class Conversation:
         return request.repeated_answer()
 
     def _update(self, request: _RequestState) -> None:
-        """Takes account of what became of the request's generations and turns."""
+        """Update the request from its generations and turns."""
         for source in tuple(request.pending):
             node = self.forest.turn(source.turn_id)
             if source.failed:
@@ -181,8 +179,8 @@ class Conversation:
         ]
 
     def count_prompt(self, ids_T: NDArray[np.int32]) -> tuple[bytes, int]:
-        """Counts a generation on this prompt. Returns the digest of the prompt, and the
-        number of generations on it so far, this one included."""
+        """Count a generation on this prompt. Returns the digest of the prompt, and the
+        number of generations on it so far, including this one."""
         prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
         self._prompts[prompt] += 1
         return prompt, self._prompts[prompt]
@@ -201,7 +199,7 @@ class Conversation:
             self.turns = [other for other in self.turns if other is not turn]
 
     def start(self, generation: Generation) -> None:
-        """Adds a generation that was begun for a request."""
+        """Add a generation that was begun for a request."""
         request = self._requests.setdefault(generation.digest, _RequestState())
         request.pending.append(generation)
         request.failed = max(0, request.failed - 1)
@@ -210,7 +208,7 @@ class Conversation:
         self._running.add(generation)
 
     def repeat(self, answer: RecordedAnswer) -> None:
-        """Adds a recorded answer that is being sent again."""
+        """Add a recorded answer that is being sent again."""
         request = self._requests.setdefault(answer.digest, _RequestState())
         request.undelivered = [
             node for node in request.undelivered if node.turn.id != answer.turn_id
@@ -218,7 +216,7 @@ class Conversation:
         request.pending.append(answer)
 
     def keep_answer(self, source: AnswerSource, answer: AnswerSource | Node) -> None:
-        """An answer was delivered. A retry will get it from `answer`."""
+        """Keep a delivered answer. A retry will get it from `answer`."""
         request = self._requests.setdefault(source.digest, _RequestState())
         if source in request.pending:
             request.pending.remove(source)
@@ -227,8 +225,8 @@ class Conversation:
             self._running.discard(source)
 
     def restore_answer(self, node: Node) -> None:
-        """Adds the answer of a turn that an earlier worker recorded. To be called in
-        the order of the turns."""
+        """Add the answer of a turn that an earlier worker recorded. Call it in the
+        order of the turns."""
         request = self._requests.setdefault(node.turn.request_digest, _RequestState())
         if node.turn.delivered:
             request.delivered = node
@@ -236,8 +234,8 @@ class Conversation:
             request.undelivered.append(node)
 
     async def settle(self, deadline_s: float) -> None:
-        """Cancels what is being sampled, and waits up to `deadline_s` for answers that
-        are on their way."""
+        """Cancel ongoing sampling, and wait up to `deadline_s` for answers that are on
+        their way."""
         self.closing = True
         running = [generation for generation in self._running if generation.running]
         for generation in running:
@@ -249,7 +247,7 @@ class Conversation:
                 await self._idle.wait()
 
     def freeze(self) -> None:
-        """From now on `turns` and `delivered` do not change."""
+        """Freeze `turns` and `delivered`."""
         self.frozen = True
         self._requests.clear()
         self._running.clear()

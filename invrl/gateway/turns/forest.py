@@ -1,12 +1,13 @@
-"""The token forest of one session: which recorded turn a request continues, and why one
-does not. Pure.
+"""The token forest of one session: finds the recorded turn that a request continues, or
+the reason of a fork. Pure.
 
-A node is a turn in its place; its conversation is the messages that the ids of its path
+A node is a recorded turn; its conversation is the messages that the ids of its path
 stand for. A request continues the deepest node whose conversation is a prefix of the
 request's, at the strictest `MatchLevel` that reaches that depth. Invariants: nodes
 never change, so requests of one session can run concurrently; only turns whose answer
 is complete become nodes; only one thread at a time matches, and nodes may be added
-meanwhile."""
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +29,32 @@ from invrl.gateway.turns.split_replies import join_split_replies, made_calls
 from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
 
 _MAX_CANDIDATES = 32
-"""How many recorded replies of one text are compared with a request that departs; the
-newest ones."""
+"""Maximum number of recorded replies of one text that are compared with a departing
+request; the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Where a request's messages meet the forest."""
+    """Meeting point of a request's messages and the forest."""
 
     node: Node | None
     depth: int
-    """How many messages of the request the node's conversation covers."""
+    """Number of messages of the request that the node's conversation covers."""
     fork: ForkReason | None
-    """None if this is a first conversation, or one that continues what was recorded."""
+    """None if this is a first conversation, or one that continues the recording."""
     new: tuple[Message, ...] = ()
-    """The messages behind `depth`. Results name the calls that they answer by our ids,
-    also where the client has given the calls other ids."""
+    """Messages after `depth`. Results name the calls that they answer by our ids, even
+    if the client has given the calls other ids."""
     level: MatchLevel = MatchLevel.EXACT
     change: Change | None = None
-    """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last
+    """Departure of a forking request, or, for a match at `REWRITTEN`, how the last
     altered reply came back."""
     kept: Node | None = None
-    """The turn whose interrupted reply the request keeps, and why it forks."""
+    """Turn whose interrupted reply the request keeps, the reason of its fork."""
 
     @property
     def continues(self) -> bool:
-        """All replies in the request are on the node's path."""
+        """Whether all replies in the request are on the node's path."""
         return self.node is not None and all(
             message.role != "assistant" for message in self.new
         )
@@ -61,7 +62,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """How a request departs from what was recorded."""
+    """Departure of a request from the recording."""
 
     reason: ForkReason | None
     change: Change | None = None
@@ -69,8 +70,8 @@ class _Fork:
 
 
 _NO_FORK = _Fork(None)
-"""The request continues a recorded turn and adds replies of its own where none was
-recorded, for example ones that its author wrote. It replaces nothing."""
+"""The request continues a recorded turn and adds replies where none was recorded, for
+example ones that its author wrote. It replaces nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class _Mended:
 
 
 class _Replies:
-    """The sampled replies that are recognised by more than their text: those with tool
+    """Sampled replies that are recognised by more than their text: those with tool
     calls by the ids and names of their calls, those that a stop string ended by their
     text with that string."""
 
@@ -92,8 +93,8 @@ class _Replies:
         self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
         self._stopped: dict[str, Message] = {}
         self._with_text: dict[tuple[str, ...], list[Message]] = {}
-        """Replies that have a text beside their calls, by these calls without their
-        ids."""
+        """Replies that have a text in addition to their calls, by these calls without
+        their ids."""
         self._by_first_call: dict[str, Message] = {}
         """Replies with calls by the id of their first call."""
 
@@ -109,14 +110,14 @@ class _Replies:
             self._stopped[(reply.content + node.stop).strip()] = reply
 
     def node(self, message: Message) -> Node | None:
-        """The turn that made exactly the message's calls."""
+        """Return the turn that made exactly the message's calls."""
         if message.role != "assistant" or not message.tool_calls:
             return None
         return self._nodes.get(calls_of(message))
 
     def with_text(self, message: Message) -> list[Message]:
-        """The replies with a text beside the calls of the message: first the one whose
-        ids these calls have, then the newest."""
+        """Return the replies with a text in addition to the calls of the message: first
+        the one with the ids of these calls, then the newest."""
         replies = self._with_text.get(made_calls(message.tool_calls), [])
         newest_first = replies[: -_MAX_CANDIDATES - 1 : -1]
         node = self.node(message)
@@ -133,15 +134,16 @@ class _Replies:
     def at_level(
         self, messages: Sequence[Message], level: MatchLevel
     ) -> Sequence[Message]:
-        """The messages to compare at a level. At `REWRITTEN` a recorded reply stands in
-        the place of each message that has its calls, or its text and the stop string
-        behind it."""
+        """Return the messages to compare at a level. At `REWRITTEN` a recorded reply
+        replaces each message that has its calls, or its text followed by the stop
+        string."""
         if level is not MatchLevel.REWRITTEN or not (self._nodes or self._stopped):
             return messages
         return [self._recorded(message) for message in messages]
 
     def _recorded(self, message: Message) -> Message:
-        """The recorded reply that the message is; the message itself if it is none."""
+        """Return the recorded reply that the message is; the message itself if it is
+        none."""
         node = self.node(message)
         if node is not None:
             return node.messages[-1]
@@ -152,36 +154,37 @@ class _Replies:
 
 @dataclass(frozen=True, slots=True)
 class _ConversationEnd:
-    """The end of a turn's conversation."""
+    """End of a turn's conversation."""
 
     digest: bytes
     num_messages: int
 
 
 class _Index:
-    """The conversations of all nodes by their digests, at one level. `tools`:
-    conversations with different tools are told apart. The index is brought up to date
-    when it is used, because most sessions need only the strictest level."""
+    """Conversations of all nodes by their digests, at one level. `tools`: conversations
+    with different tools are told apart. The index is updated when it is used, because
+    most sessions need only the strictest level."""
 
     def __init__(self, level: MatchLevel, replies: _Replies, *, tools: bool) -> None:
         self.level = level
         self._replies = replies
         self._tools = tools
         self.nodes: dict[bytes, list[Node]] = {}
-        """The nodes of each conversation."""
+        """Nodes of each conversation."""
         self.answered: dict[bytes, Node] = {}
-        """The latest node whose reply follows a conversation."""
+        """Latest node whose reply follows a conversation."""
         self.nodes_by_reply: dict[bytes, list[Node]] = {}
-        """The nodes of each reply, whatever comes before it (if tools are not told
+        """Nodes of each reply, whatever comes before it (if tools are not told
         apart)."""
         self._ends: dict[str, _ConversationEnd] = {}
-        """By turn."""
+        """Ends by turn."""
         self._message_digests: dict[str, list[bytes]] = {}
-        """The digest of each single message that a turn adds, by turn; filled by
+        """Digest of each single message that a turn adds, by turn; filled by
         `each_alone`."""
 
     def update(self, nodes: Sequence[Node]) -> None:
-        """`nodes`: all nodes of the forest, in the order in which they were added."""
+        """Update from all nodes of the forest, in the order in which they were
+        added."""
         new_nodes = nodes[len(self._ends) :]  # a copy: more may be added meanwhile
         for node in new_nodes:
             self._add(node)
@@ -216,14 +219,14 @@ class _Index:
             self.nodes_by_reply.setdefault(reply, []).append(node)
 
     def alone(self, message: Message, tools: Sequence[Tool]) -> bytes:
-        """The digest of a single message."""
+        """Return the digest of a single message."""
         compared = self._replies.at_level([message], self.level)
         return digests(compared, self.level, tools=tools)[-1]
 
     def each_alone(self, node: Node) -> list[bytes]:
-        """The digest of each single message of the node's conversation. They are kept:
-        the requests of an agent that changes the beginning of its conversation each
-        time are compared with many nodes."""
+        """Return the digest of each single message of the node's conversation. They are
+        kept: the requests of an agent that changes the beginning of its conversation
+        each time are compared with many nodes."""
         path_digests: list[bytes] = []
         for step in node.path():
             step_digests = self._message_digests.get(step.turn.id)
@@ -236,8 +239,8 @@ class _Index:
         return path_digests
 
     def _answered_calls(self, node: Node) -> dict[str, str]:
-        """The places of earlier calls that the node's messages answer; usually its
-        parent made them."""
+        """Return the places of earlier calls that the node's messages answer; usually
+        its parent made them."""
         missing = {message.tool_call_id for message in node.messages} - {""}
         places: dict[str, str] = {}
         ancestor = node.parent
@@ -253,9 +256,9 @@ class _Index:
 
 
 class Forest:
-    """The turns of one session. `level`: how much a returned message may differ at
-    most. `delivered`: ids of the turns whose answer reached the client; None if
-    that is not known."""
+    """Turns of one session. `level` is the maximum difference of a returned message.
+    `delivered` are ids of the turns whose answer reached the client; None if
+    unknown."""
 
     def __init__(
         self,
@@ -277,17 +280,17 @@ class Forest:
         self._interrupted: list[Node] = []
         """Turns whose reply was cancelled or out of tokens."""
         self.characters = 0
-        """Of all messages that the turns add."""
+        """Characters of all messages that the turns add."""
         self._texts: dict[str, str] = {}
-        """The whole text of each turn's path, for turns without a template."""
+        """Whole text of each turn's path, for turns without a template."""
 
     @property
     def size(self) -> int:
         return len(self._by_turn)
 
     def add(self, node: Node) -> None:
-        """Adds a node, after its parent. If another thread is matching, it sees the
-        node or does not."""
+        """Add a node, after its parent. If another thread is matching, it sees the node
+        or does not."""
         self._by_turn[node.turn.id] = node
         self._nodes.append(node)
         self.characters += sum(message.characters for message in node.messages)
@@ -296,18 +299,19 @@ class Forest:
             self._interrupted.append(node)
 
     def add_cancelled(self, node: Node) -> None:
-        """Adds a turn that no request continues. A request that has its reply is
-        explained with it."""
+        """Add a turn that no request continues. It explains a request that has its
+        reply."""
         self._interrupted.append(node)
 
     def turn(self, turn_id: str) -> Node | None:
-        """The node of a turn; None if the turn is unknown or never became complete."""
+        """Return the node of a turn; None if the turn is unknown or never became
+        complete."""
         return self._by_turn.get(turn_id)
 
     def changes(self) -> dict[str, Change]:
-        """For each turn that departed from what was recorded before it, how it did so,
-        by turn. It is worked out from the nodes again, which takes as long for each of
-        them as matching a request that departs."""
+        """Return, by turn, how each turn departed from the recording before it.
+        Recomputed from the nodes, which takes as long for each of them as matching a
+        departing request."""
         earlier = Forest(self._level, self._delivered)
         for node in self._interrupted:
             if node.turn.finish_reason == "abort":
@@ -328,9 +332,9 @@ class Forest:
     def match_text(
         self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
     ) -> tuple[Node | None, int]:
-        """The node that a prompt without a template continues, and how much of the
-        prompt it covers. It is the one that covers most of those whose whole text, or
-        ids, the prompt begins with."""
+        """Return the node that a prompt without a template continues, and how much of
+        the prompt it covers. It is the longest one whose whole text, or ids, the prompt
+        begins with."""
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
@@ -343,9 +347,8 @@ class Forest:
     def interrupted_text(
         self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
     ) -> int:
-        """How much of a prompt without a template is the text, or the ids, of a turn
-        that was cancelled; 0 if it begins with none. To be called after
-        `match_text`."""
+        """Return how much of a prompt without a template is the text, or the ids, of a
+        cancelled turn; 0 if it begins with none. Call it after `match_text`."""
         return max(
             (
                 self._covered(prompt, node, decode)
@@ -361,8 +364,8 @@ class Forest:
         node: Node,
         decode: Callable[[Sequence[int]], str],
     ) -> int:
-        """The size of the node's whole text, or ids, if the prompt begins with it; 0 if
-        not."""
+        """Return the size of the node's whole text, or ids, if the prompt begins with
+        it; 0 if not."""
         # of each node, because those of its children begin with it
         text = self._text_of(node, decode)
         if isinstance(prompt, str):
@@ -373,7 +376,7 @@ class Forest:
         return size if same_end and prompt[:size] == tuple(node.ids()) else 0
 
     def _text_of(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
-        """The whole text of a node's path. Its parent's must have been asked for
+        """Return the whole text of a node's path. Its parent's must have been requested
         before."""
         text = self._texts.get(node.turn.id)
         if text is None:
@@ -386,8 +389,8 @@ class Forest:
         return text
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
-        """The deepest node that `messages` continue. If there is a node and a `fork`,
-        the client has replaced a later reply on its path."""
+        """Return the deepest node that `messages` continue. If there is a node and a
+        `fork`, the client has replaced a later reply on its path."""
         as_sent = self._match(messages, tools)
         if as_sent.continues or self._level is not MatchLevel.REWRITTEN:
             return as_sent
@@ -458,8 +461,8 @@ class Forest:
         tools: Sequence[Tool],
         reply_ends: Sequence[int],
     ) -> tuple[Node | None, int, MatchLevel]:
-        """The deepest node that `messages` continue, the number of messages that it
-        covers, and the strictest level that reaches it."""
+        """Return the deepest node that `messages` continue, the number of messages that
+        it covers, and the strictest level that reaches it."""
         deepest: Node | None = None
         depth = 0
         deepest_level = MatchLevel.EXACT
@@ -488,12 +491,12 @@ class Forest:
         reply_ends: Sequence[int],
         depth: int,
     ) -> _Fork:
-        """Why the replies behind `depth` are not those that were recorded. Four
+        """Explain why the replies after `depth` differ from the recorded ones. Four
         explanations are tried, the one that leaves most of the recording unchanged
-        first: the whole conversation is recorded with other tools; a reply is, as far
-        as it goes, one that was interrupted; all before a reply is recorded, with
-        another reply; only a reply is recorded, behind other messages. All of them
-        compare conversations without their tools."""
+        first: the whole conversation is recorded with other tools; a reply is, so far,
+        one that was interrupted; everything before a reply is recorded, with another
+        reply; only a reply is recorded, after other messages. All of them compare
+        conversations without their tools."""
         index = self._any_tools
         index.update(self._nodes)
         compared = self._replies.at_level(messages, index.level)
@@ -531,9 +534,9 @@ class Forest:
     def _interrupted_reply(
         self, messages: Sequence[Message], position: int, before: bytes
     ) -> Node | None:
-        """The turn whose reply came to no end for the client, and that has the message
-        at `position` as its reply or as the beginning of it. `before`: the digest of
-        the messages before."""
+        """Return the turn whose reply did not end for the client, and that has the
+        message at `position` as its reply or the beginning of it. `before` is the
+        digest of the messages before."""
         index = self._any_tools
         candidates = self._interrupted[-_MAX_CANDIDATES:]
         answered = index.answered.get(before)
@@ -552,7 +555,7 @@ class Forest:
         return self._delivered is not None and node.turn.id not in self._delivered
 
     def _similar_replies(self, reply: Message, tools: Sequence[Tool]) -> list[Node]:
-        """The latest turns with a reply like this one."""
+        """Return the latest turns with a reply like this one."""
         index = self._any_tools
         nodes = index.nodes_by_reply.get(index.alone(reply, tools), [])
         candidates = nodes[-_MAX_CANDIDATES:]
@@ -567,8 +570,8 @@ class Forest:
         candidates: Sequence[Node],
         tools: Sequence[Tool],
     ) -> _Fork:
-        """How the messages before a reply differ from those before it when it was
-        sampled. `candidates`: the turns that the reply may come from."""
+        """Explain how the messages before a reply differ from those before it when it
+        was sampled. `candidates` are the turns that the reply may come from."""
         difference = self._smallest_difference(before, candidates, tools)
         recorded = difference.recorded
         sent = difference.sent
@@ -594,8 +597,8 @@ class Forest:
         candidates: Sequence[Node],
         tools: Sequence[Tool],
     ) -> Difference:
-        """The smallest of the differences between `before` and what came before each
-        candidate's reply; the newest candidate's of equal ones."""
+        """Return the smallest of the differences between `before` and the messages
+        before each candidate's reply; of equal ones the newest candidate's."""
         index = self._any_tools
         sent_digests = [index.alone(message, tools) for message in before]
         differences: list[Difference] = []
@@ -610,8 +613,8 @@ class Forest:
     def _results_change(
         self, before: Sequence[Message], node: Node, tools: Sequence[Tool]
     ) -> Change | None:
-        """The first result that answers another call than the recorded one in its
-        position."""
+        """Return the first result that answers another call than the recorded one in
+        its position."""
         for position, (message, recorded) in enumerate(
             zip(before, node.conversation(), strict=False)
         ):
@@ -620,8 +623,8 @@ class Forest:
         return None
 
     def _last_rewritten(self, messages: Sequence[Message], node: Node) -> Change | None:
-        """The last reply in `messages` that differs from the node's path in more than
-        its reasoning."""
+        """Return the last reply in `messages` that differs from the node's path in more
+        than its reasoning."""
         conversation = node.conversation()
         level = MatchLevel.WITHOUT_REASONING
         for position in reversed(range(len(messages))):
@@ -642,7 +645,7 @@ class Forest:
 
 def _begins(message: Message, reply: Message) -> bool:
     """Whether the message has the reply's text or the beginning of it, and no calls
-    that the reply has not."""
+    that the reply lacks."""
     text = message.content.strip()
     return (
         text != ""
@@ -657,8 +660,8 @@ def _difference(
     sent: Sequence[Message],
     sent_digests: Sequence[bytes],
 ) -> Difference:
-    """The part in which two conversations differ. The digests are those of their single
-    messages."""
+    """Return the part in which two conversations differ. The digests are those of their
+    single messages."""
     first = common_items(recorded_digests, sent_digests)
     num_same_at_end = common_items(
         recorded_digests[first:][::-1], sent_digests[first:][::-1]
@@ -671,8 +674,8 @@ def _difference(
 
 
 def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
-    """Of nodes whose conversations are the same at a level: the one with most of the
-    client's call ids, and the newest of those."""
+    """Return one of the nodes whose conversations are the same at a level: the one with
+    most of the client's call ids, and the newest of those."""
     newest_first = nodes[: -_MAX_CANDIDATES - 1 : -1]
     if len(newest_first) == 1:
         return newest_first[0]
@@ -691,8 +694,8 @@ def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
 def _with_our_ids(
     messages: Sequence[Message], depth: int, node: Node
 ) -> tuple[Message, ...]:
-    """The messages behind `depth`. Results of calls on the node's path name them by our
-    ids."""
+    """Return the messages after `depth`. Results of calls on the node's path name them
+    by our ids."""
     our_ids: dict[str, str] = {}
     for message, recorded in zip(messages, node.conversation(), strict=False):
         for call, recorded_call in zip(

@@ -1,5 +1,5 @@
-"""How a request differs from what was recorded, described for the user: the first
-difference, and what to do about it. Pure."""
+"""Difference between a request and the recording, described for the user: the first
+difference, and the remedy. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message,
 _EXCERPT = 120
 """Characters that a `Change` shows of each side."""
 _EXCERPT_BEFORE = 24
-"""How many of them come before the first character that differs."""
+"""Number of them before the first character that differs."""
 
 
 def advice(reason: ForkReason, change: Change | None) -> str:
-    """What the user can do about this fork."""
+    """Say what the user can do about this fork."""
     if (
         reason in (ForkReason.HISTORY_EDITED, ForkReason.TEXT_MOVED)
         and change is not None
@@ -27,8 +27,8 @@ def advice(reason: ForkReason, change: Change | None) -> str:
 
 
 def calls_of(message: Message) -> tuple[tuple[str, str], ...]:
-    """The ids and names of the message's tool calls. At `MatchLevel.REWRITTEN` they
-    identify a reply."""
+    """Return the ids and names of the message's tool calls. At `MatchLevel.REWRITTEN`
+    they identify a reply."""
     return tuple((call.id, call.name) for call in message.tool_calls)
 
 
@@ -38,7 +38,6 @@ class Difference:
     equal end."""
 
     first: int
-    """The position of its first message."""
     recorded: Sequence[Message]
     sent: Sequence[Message]
 
@@ -54,8 +53,8 @@ def message_change(
     session_level: MatchLevel,
     tools: Sequence[Tool],
 ) -> Change:
-    """How a message differs from the recorded one in its position. `session_level`: the
-    level at which the two were compared."""
+    """Describe how a message differs from the recorded one in its position, compared at
+    `session_level`."""
     part, recorded_text, sent_text = _first_differing_part(recorded, sent)
     recorded_excerpt, sent_excerpt = _excerpts(recorded_text, sent_text)
     return Change(
@@ -69,7 +68,7 @@ def message_change(
 
 
 def messages_change(difference: Difference) -> Change:
-    """The change in which messages were removed or inserted."""
+    """Return the change in which messages were removed or inserted."""
     first_message = difference.sent[0] if difference.sent else difference.recorded[0]
     return Change(
         message=difference.first,
@@ -81,7 +80,7 @@ def messages_change(difference: Difference) -> Change:
 
 
 def tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
-    """How the tools of a request differ from those with which its conversation
+    """Describe how the tools of a request differ from those with which its conversation
     began."""
     recorded_text = ", ".join(tool.name for tool in recorded)
     sent_text = ", ".join(tool.name for tool in sent)
@@ -96,7 +95,7 @@ def tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
 
 
 def common_items(first: Sequence[object], second: Sequence[object]) -> int:
-    """The number of items at the beginning of both sequences that are equal."""
+    """Count the equal items at the beginning of both sequences."""
     shorter = min(len(first), len(second))
     for position in range(shorter):
         if first[position] != second[position]:
@@ -105,9 +104,9 @@ def common_items(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def common_characters(first: str, second: str) -> int:
-    """The number of characters at the beginning of both texts that are equal. By
-    bisection: a prompt may have millions of characters, and a loop over them would stop
-    the event loop for a second."""
+    """Count the equal characters at the beginning of both texts. By bisection: a prompt
+    may have millions of characters, and a loop over them would stop the event loop for
+    a second."""
     low = 0
     high = min(len(first), len(second))
     while low < high:
@@ -120,9 +119,8 @@ def common_characters(first: str, second: str) -> int:
 
 
 def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Whether the messages that differ are system prompts of two agents, or one agent
-    has none. Two prompts that have most of their text in common are one agent's,
-    edited."""
+    """Whether the differing messages are system prompts of two agents, or one agent has
+    none. Two prompts with most of their text in common are one agent's, edited."""
     roles = {message.role for message in (*recorded, *sent)}
     if roles != {"system"} or max(len(recorded), len(sent)) > 1:
         return False
@@ -136,7 +134,7 @@ def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
 
 
 def _first_differing_part(recorded: Message, sent: Message) -> tuple[str, str, str]:
-    """The name of the first part that differs, and its text in both messages.
+    """Return the name of the first part that differs, and its text in both messages.
     Whitespace around the content counts only if nothing else differs."""
     parts = (
         ("role", recorded.role, sent.role),
@@ -165,7 +163,8 @@ def _call_ids_text(message: Message) -> str:
 def _level_of_same_reply(
     recorded: Message, sent: Message, session_level: MatchLevel, tools: Sequence[Tool]
 ) -> MatchLevel | None:
-    """The lowest level above the session's at which the two count as the same reply."""
+    """Return the lowest level above the session's at which the two count as the same
+    reply."""
     for level in MatchLevel:
         if level > session_level and _is_same_reply(recorded, sent, level, tools):
             return level
@@ -188,7 +187,7 @@ def _is_same_reply(
 
 
 def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
-    """What stands in both texts around the first character that differs."""
+    """Return the text around the first differing character of both texts."""
     begin = max(common_characters(recorded, sent) - _EXCERPT_BEFORE, 0)
     return _excerpt(recorded, begin), _excerpt(sent, begin)
 

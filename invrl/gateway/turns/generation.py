@@ -46,50 +46,48 @@ from invrl.types.turns import FinishReason, Turn, VersionSpan
 _log = logging.getLogger(__name__)
 
 _JOIN_AFTER = 16
-"""Pieces that every reader has seen are joined when there are this many of them."""
+"""Number of pieces, seen by every reader, from which they are joined."""
 _RETRY_PAUSES_S = (0.5, 2.0)
-"""Before a second and a third try. The router takes up to two seconds to drop a dead
-engine."""
+"""Pauses before a second and a third try. The router takes up to two seconds to drop a
+dead engine."""
 _ENGINE_POLL_S = 0.5
-"""Between two questions to a router that has no engine."""
+"""Pause between two requests to a router that has no engine."""
 _SPACE_POLL_S = 1.0
 """Between two tries to record a turn on a full disk."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What will be sampled, and where in the forest it goes."""
+    """The next sample, and its place in the forest."""
 
     request: GenerateRequest
     stream: bool
     parent: Node | None
     context_ids: Sequence[int] | NDArray[np.int32]
     messages: tuple[Message, ...]
-    """The messages that the context adds."""
+    """Messages that the context adds."""
     tools: tuple[Tool, ...] = ()
     fork_reason: str
     digest: str
     constrained: bool = False
     grammar: str = ""
-    """As in `Turn`."""
     top_shown: int = 0
-    """How many of the likeliest tokens the client is shown in the place of each sampled
-    one."""
+    """Number of the likeliest tokens shown to the client at each sampled one."""
     top_recorded: int = 0
-    """How many of them are recorded."""
+    """Number of them that are recorded."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is recorded of a turn's tokens beside the turn itself; None where it is not
-    known."""
+    """Recorded data of a turn's tokens in addition to the turn itself; None where
+    unknown."""
 
     experts_TLK: RoutedExperts | None = None
-    """As in `Rollout.routed_experts`."""
+    """Experts of `Rollout.routed_experts`."""
     top: TopLogprobs | None = None
-    """As in `Rollout.top_logprobs`."""
+    """Likeliest tokens of `Rollout.top_logprobs`."""
     trace: SpanPlace | None = None
-    """The span of the turn, if this process sends traces."""
+    """Span of the turn, if this process sends traces."""
     stop: str = ""
-    """The client's stop string that ended the reply; "" if none did."""
+    """Client's stop string that ended the reply; "" if none did."""
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
@@ -98,8 +96,8 @@ a DiskFullError, nothing was recorded, and the call may be repeated."""
 
 
 class Sampler(Protocol):
-    """What the gateway asks of the engines (`SglangClient`). Cancelling a call ends the
-    generation there."""
+    """Interface of the engines for the gateway (`SglangClient`). Cancelling a call ends
+    the generation there."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
@@ -109,12 +107,13 @@ class Sampler(Protocol):
 
 
 class Generation:
-    """Samples a proposal in a task of its own.
+    """Samples a proposal in a separate task.
 
     The task ends without an exception, whatever happens. A task keeps its exception,
     the exception its traceback, the traceback the frames, and the frames this
     generation with its whole conversation. Such a cycle would stay in memory until the
-    garbage collector runs, about once in half a million requests."""
+    garbage collector runs, about once in half a million requests.
+    """
 
     def __init__(
         self,
@@ -131,10 +130,9 @@ class Generation:
         `space_wait_s`: how long to wait for space, if the disk is full."""
         self.proposal = proposal
         self.delivered = False
-        """Some client got the whole answer."""
+        """Whether some client got the whole answer."""
         self.cached_tokens = 0
-        """Prompt tokens that the engine had in its cache; known with the first
-        piece."""
+        """Prompt tokens that the engine had cached; known with the first piece."""
         self.started_at = time.time()
         self._began = time.monotonic()
         self._sampler = sampler
@@ -149,17 +147,17 @@ class Generation:
         )
         self._pieces: list[Piece] = []
         self._num_joined = 0
-        """The number of pieces at the beginning that are joined from others. Each is
-        longer than the next. (A piece of one chunk takes 0.5 KB of memory.)"""
+        """Number of pieces at the beginning that are joined from others. Each is longer
+        than the next. (A piece of one chunk takes 0.5 KB of memory.)"""
         self._top: list[NDArray[np.void]] = []
-        """The likeliest tokens [T, K] of each chunk that are to be recorded."""
+        """Likeliest tokens [T, K] of each chunk to record."""
         self._spans: tuple[VersionSpan, ...] = ()
         self._num_attached = 0
         self._waiters: list[asyncio.Future[None]] = []
         self._answer: Answer | None = None
         self._error: Exception | None = None
-        """Why there is no answer, without its traceback. None if there is one, or if it
-        was cancelled."""
+        """Error that prevented an answer, without its traceback. None if there is an
+        answer, or if it was cancelled."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._on_end)
 
@@ -169,7 +167,7 @@ class Generation:
 
     @property
     def digest(self) -> str:
-        """Of the request."""
+        """Digest of the request."""
         return self.proposal.digest
 
     @property
@@ -186,22 +184,23 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        """There is no answer, or there will be none: it was cancelled, although it may
-        still be running."""
+        """Whether there is no answer, or there will be none: it was cancelled, although
+        it may still be running."""
         if not self._task.done():
             return self._task.cancelling() > 0
         return self._answer is None
 
     @property
     def unclaimed(self) -> bool:
-        """The answer is complete, no client got it, and it is not being sent to one."""
+        """Whether the answer is complete, no client got it, and it is not being sent to
+        one."""
         if self.running or self.failed:
             return False
         return not self.delivered and self._num_attached == 0
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """A client waits for the answer inside this block."""
+        """Attach a client, which waits for the answer inside this block."""
         self._num_attached += 1
         try:
             yield
@@ -214,12 +213,12 @@ class Generation:
         self._task.cancel()
 
     async def settled(self) -> None:
-        """Waits until the generation has ended, in whatever way."""
+        """Wait until the generation has ended, in whatever way."""
         await asyncio.wait([self._task])
 
     async def pieces(self, silence_s: float) -> AsyncIterator[Piece | None]:
-        """The pieces from the first one on, as they are sampled; None after every
-        `silence_s` without a piece. Raises what `answer` raises."""
+        """Yield the pieces from the first one on, as they are sampled; None after every
+        `silence_s` without a piece. Raises like `answer`."""
         loop = asyncio.get_running_loop()
         position = 0
         while True:
@@ -244,7 +243,7 @@ class Generation:
                 yield None
 
     def _join_pieces(self) -> None:
-        """Joins the pieces of single chunks into one, and with it those before it that
+        """Join the pieces of single chunks into one, and with it those before it that
         are not longer."""
         last = _join(self._pieces[self._num_joined :])
         del self._pieces[self._num_joined :]
@@ -285,7 +284,7 @@ class Generation:
             _forget_tracebacks(error)
 
     def _attributes(self) -> Attributes:
-        """Of the turn's span."""
+        """Return the attributes of the turn's span."""
         request = self.proposal.request
         return {
             "invrl.turn": self.turn_id,
@@ -337,8 +336,8 @@ class Generation:
             await asyncio.sleep(_SPACE_POLL_S)
 
     async def _sample(self) -> GenerateEnd:
-        """Asks again if the engines fail before the first token. While there is no
-        engine it waits for one."""
+        """Sample, and try again if the engines fail before the first token. Waits for
+        an engine while there is none."""
         request = self.proposal.request
         pauses = iter(_RETRY_PAUSES_S)
         number = 0
@@ -395,8 +394,8 @@ class Generation:
         return result
 
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
-        """Publishes the tokens of a chunk, even if their text cannot be parsed: they
-        were sampled."""
+        """Publish the tokens of a chunk, even if their text cannot be parsed: they were
+        sampled."""
         self._spans = chunk.spans
         self.cached_tokens = chunk.cached_tokens
         delta = Delta()
@@ -412,8 +411,7 @@ class Generation:
             )
 
     def _take_top(self, chunk: GenerateChunk | GenerateResult) -> NDArray[np.void]:
-        """Keeps the likeliest tokens that are to be recorded; returns those that the
-        client is shown."""
+        """Keep the likeliest tokens to record; return those to show to the client."""
         if chunk.top.size == 0:
             return NO_TOP
         proposal = self.proposal
@@ -423,7 +421,7 @@ class Generation:
         return top_TK[:, : proposal.top_shown].reshape(-1)
 
     def _recorded_top(self) -> TopLogprobs | None:
-        """Of all tokens so far."""
+        """Return the likeliest tokens of all tokens so far."""
         if not self._top:
             return None
         top_TK = np.concatenate(self._top)
@@ -445,11 +443,11 @@ class Generation:
             _resolve(waiter)
 
     def _reply(self) -> Message:
-        """The reply as far as it was sampled."""
+        """Return the reply sampled so far."""
         return reply_message(join_deltas([piece.delta for piece in self._pieces]))
 
     def _turn(self, finish_reason: FinishReason, cached_tokens: int = 0) -> Turn:
-        """The turn as far as it was sampled."""
+        """Return the turn sampled so far."""
         proposal = self.proposal
         parent_id = None
         if proposal.parent is not None:
@@ -489,8 +487,8 @@ _EMPTY = Piece(
 
 
 def _forget_tracebacks(error: BaseException) -> None:
-    """Removes the tracebacks of an error and of its causes, so that whoever keeps it
-    keeps no frame."""
+    """Remove the tracebacks of an error and of its causes, so that keeping it keeps no
+    frame."""
     remaining: list[BaseException | None] = [error]
     seen: set[int] = set()
     while remaining:

@@ -1,10 +1,10 @@
-"""When two messages count as the same: digests of conversations, for each `MatchLevel`.
-Pure.
+"""Identity of messages: digests of conversations, for each `MatchLevel`. Pure.
 
 Agents send history back altered: without reasoning, with other tool-call ids, with the
 keys of JSON in another order, with whitespace trimmed. A `MatchLevel` says which of
 these differences are allowed. Two conversations are the same at a level if their
-digests are equal."""
+digests are equal.
+"""
 
 import ast
 import functools
@@ -17,12 +17,12 @@ from invrl.gateway.types import MatchLevel, Message, Tool
 from invrl.types.tasks import Json
 
 _MAX_OBJECTS = 16
-"""Objects in one text that are rewritten."""
+"""Maximum number of rewritten objects in one text."""
 _MAX_OBJECT_CHARACTERS = 4_000
-"""The two bounds limit the time that a text full of braces takes."""
+"""The two bounds limit the time for a text full of braces."""
 _OBJECT_BEGINS = re.compile(r"""\{\s*["'}]""")
-"""A brace and the first key, or the end of the object. Any other brace is code: to
-parse each of those as Python would take long."""
+"""A brace and the first key, or the end of the object. Any other brace is code: parsing
+each of those as Python would take long."""
 
 
 def digests(
@@ -34,18 +34,19 @@ def digests(
     calls: Mapping[str, str] | None = None,
     tools: Sequence[Tool] = (),
 ) -> list[bytes]:
-    """One digest for each prefix of the conversation, starting with that of the empty
-    one, which is `seed`.
+    """Return one digest for each prefix of the conversation, starting with that of the
+    empty one, which is `seed`.
 
     To continue a conversation: `seed` is its digest, `earlier` the number of its
     messages, `calls` has the places of those of its tool calls that `messages` answer.
     The schemas of `tools` say what a missing argument is. At `MatchLevel.REWRITTEN` a
-    reply is identified by its calls; this function does not do that: the forest puts
-    the recorded reply in the place of the reply that was sent."""
+    reply is identified by its calls; this function does not do that: the forest
+    replaces the sent reply by the recorded one.
+    """
     digest = seed
     prefix_digests = [digest]
     call_places = dict(calls or {})
-    """The place of every tool call so far, by its id."""
+    """Place of every tool call so far, by its id."""
     schemas: Mapping[str, Json] = {}
     if level > MatchLevel.EXACT:
         schemas = _schemas_with_defaults(tools)
@@ -63,8 +64,8 @@ def digests(
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """The digest of the tools, which does not depend on the order of the keys in their
-    JSON; b"" for none."""
+    """Return the digest of the tools, which does not depend on the order of the keys in
+    their JSON; b"" for none."""
     if not tools:
         return b""
     fields = [
@@ -74,9 +75,9 @@ def tools_digest(tools: Sequence[Tool]) -> bytes:
 
 
 def canonical_json(text: str, schema: Json = None) -> str:
-    """The JSON with sorted keys, in one layout, and with 2.0 written as 2, as
-    JavaScript does. Text that is no JSON is only stripped. `schema` is a JSON schema,
-    whose defaults are filled in."""
+    """Return the JSON with sorted keys, in one layout, and with 2.0 written as 2, like
+    JavaScript. Text that is not JSON is only stripped. `schema` is a JSON schema, whose
+    defaults are filled in."""
     try:
         value = json.loads(text, parse_float=_parse_float)
         if schema is not None:
@@ -94,7 +95,8 @@ def _parse_float(text: str) -> float:
 
 
 def _schemas_with_defaults(tools: Sequence[Tool]) -> Mapping[str, Json]:
-    """The schemas of those tools that have a default somewhere, by the tool's name."""
+    """Return the schemas of those tools that have a default somewhere, by the tool's
+    name."""
     return {
         tool.name: _parse_schema(tool.parameters)
         for tool in tools
@@ -111,9 +113,9 @@ def _parse_schema(parameters: str) -> Json:
 
 
 def _with_defaults(value: Json, schema: Json, root: Json) -> Json:
-    """The value with the schema's defaults in the place of missing properties, in
-    nested objects and lists too. References within `root` are followed; of alternatives
-    (`anyOf`) none is chosen."""
+    """Fill in the schema's defaults for missing properties, also in nested objects and
+    lists. References within `root` are followed; of alternatives (`anyOf`) none is
+    chosen."""
     if not isinstance(schema, dict):
         return value
     reference = schema.get("$ref")
@@ -135,8 +137,8 @@ def _with_defaults(value: Json, schema: Json, root: Json) -> Json:
 
 
 def _resolve_reference(reference: str, root: Json) -> Json:
-    """The schema that a reference such as `#/$defs/Point` stands for; None if there is
-    no such schema."""
+    """Return the schema that a reference such as `#/$defs/Point` stands for; None if
+    there is no such schema."""
     document, *names = reference.split("/")
     if document != "#":
         return None
@@ -154,7 +156,8 @@ def _compared_parts(
     call_places: Mapping[str, str],
     schemas: Mapping[str, Json],
 ) -> list[str]:
-    """The texts that must be equal for two messages to be the same at a level."""
+    """Return the texts that must be equal for two messages to be the same at a
+    level."""
     if level is MatchLevel.EXACT:
         parts = [message.role, message.content, message.reasoning, message.tool_call_id]
         for call in message.tool_calls:
@@ -181,9 +184,9 @@ _DECODER = json.JSONDecoder(parse_float=_parse_float)
 
 
 def _canonical_text(text: str) -> str:
-    """The text with every object in it, written as JSON or as Python, in one layout,
-    and with one space for any whitespace: agents that keep calls as text write them
-    anew."""
+    """Return the text with every object in it, written as JSON or as Python, in one
+    layout, and with one space for any whitespace: agents that keep calls as text
+    rewrite them."""
     pieces: list[str] = []
     end = 0
     for _ in range(_MAX_OBJECTS):
@@ -198,8 +201,8 @@ def _canonical_text(text: str) -> str:
 
 
 def _canonical_object(text: str, begin: int) -> tuple[int, str]:
-    """The end of the object that begins at `begin`, and the object in one layout. If
-    there is no object, the end of the brace and the brace."""
+    """Return the end of the object that begins at `begin`, and the object in one
+    layout. If there is no object, the end of the brace and the brace."""
     no_object = (begin + 1, "{")
     candidate = text[begin : begin + _MAX_OBJECT_CHARACTERS]
     if not _OBJECT_BEGINS.match(candidate):

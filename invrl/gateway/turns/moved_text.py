@@ -1,4 +1,4 @@
-"""The text that stood beside a tool call, in a request that has it elsewhere: agents keep
+"""Text that accompanied a tool call, in a request that has it elsewhere: agents keep
 the calls of a reply in one message, and its text in a later one. Pure."""
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from invrl.gateway.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPutBack:
-    """A request with such texts beside their calls again."""
+    """A request with such texts restored to their calls."""
 
     messages: tuple[Message, ...]
     position: int
-    """The place of the last of these calls in the request as it was sent."""
+    """Index of the last of these calls in the request as sent."""
     recorded: Message
-    """The recorded reply with these calls."""
+    """Recorded reply with these calls."""
 
 
 def put_text_back(
     messages: Sequence[Message], replies: Callable[[Message], Sequence[Message]]
 ) -> TextPutBack | None:
-    """The request with each text beside its call again, if the next text of the
-    assistant begins with it; None if no text was moved. `replies`: the recorded replies
-    with the calls of a message, the likeliest first."""
+    """Return the request with each text restored to its call, if the next text of the
+    assistant begins with it; None if no text was moved. `replies` returns the recorded
+    replies with the calls of a message, the likeliest first."""
     texts = [message.content for message in messages]
     moved_from: set[int] = set()
     last: tuple[int, Message] | None = None
@@ -58,8 +58,8 @@ def put_text_back(
 def is_text_moved(
     recorded: Sequence[Message], sent: Sequence[Message], position: int
 ) -> bool:
-    """Whether the two differ at `position` because a text that stood beside a call has
-    left that message, or has come to it. Before it they are the same."""
+    """Whether the two differ at `position` because a text next to a call has left that
+    message, or has come to it. Before it they are the same."""
     recorded_text = recorded[position].content.strip()
     sent_text = sent[position].content.strip()
     if recorded_text and _lacks_text(sent[position]):
@@ -76,7 +76,7 @@ def is_text_moved(
 
 
 def _lacks_text(message: Message) -> bool:
-    """It is a reply with calls and no text."""
+    """Whether it is a reply with calls and no text."""
     return bool(message.tool_calls) and not message.content.strip()
 
 
@@ -87,8 +87,8 @@ def _next_text(
     *,
     roles: Sequence[str] = ("assistant",),
 ) -> int | None:
-    """The place of the next message with a text, results of tools aside; None if it has
-    another role."""
+    """Return the index of the next message with a text, ignoring results of tools; None
+    if it has another role."""
     for place in range(position + 1, len(messages)):
         if messages[place].role == "tool" or not texts[place].strip():
             continue

@@ -1,4 +1,4 @@
-"""Where a request continues the forest, and the token ids of its prompt: matched, then
+"""Placement of a request in the forest, and the token ids of its prompt: matched, then
 rendered. Pure."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from invrl.gateway.types import Change, ForkReason, Message, Node, Prompt, TurnR
 from invrl.types.sessions import Sampling
 
 CONTROL_TOKENS_AS_TEXT = "control_tokens_as_text"
-"""The count of control tokens in the new messages of a request, which were rendered as
-text."""
+"""Name of the count of control tokens in a request's new messages, which were rendered
+as text."""
 _ENGINE_MARGIN = 8
-"""Tokens of the context length that SGLang keeps for itself."""
+"""Tokens of the context length that SGLang reserves."""
 
 
 class ContextExceeded(SessionError):
@@ -36,21 +36,21 @@ class ContextExceeded(SessionError):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Where a request continues the forest, and the ids that it adds there."""
+    """Place where a request continues the forest, and the ids that it adds there."""
 
     parent: Node | None
     depth: int
     """Messages of the prompt that the parent's conversation covers."""
     context_ids: list[int]
     input_ids_T: NDArray[np.int32]
-    """The whole prompt: the ids of the path, then those of the context."""
+    """Whole prompt: the ids of the path, then those of the context."""
     fork: ForkReason | None
     change: Change | None = None
-    """How the request departs from what was recorded."""
+    """Departure of the request from the recording."""
     prompt: Prompt
     counts: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """What is counted of the placement in the metrics; match levels have names that
-    begin with `matches/`."""
+    """Counts of the placement for the metrics; match levels have names that begin with
+    `matches/`."""
 
 
 class Placer:
@@ -65,9 +65,9 @@ class Placer:
     def place(
         self, conversation: Conversation, request: TurnRequest, *, exact: bool = False
     ) -> Placement:
-        """SessionError 400 if the request cannot be rendered or does not fit. `exact`:
-        a prompt that does not fit is counted to its end, so that the error has the
-        exact number of tokens."""
+        """Place a request. Raises SessionError 400 if it cannot be rendered or does not
+        fit. `exact`: a prompt that does not fit is counted to its end, so that the
+        error has the exact number of tokens."""
         room = Room(tokens=self._max_prompt_tokens, exact=exact)
         try:
             if request.text is not None:
@@ -77,7 +77,7 @@ class Placer:
             raise self._context_exceeded(error.tokens, exact=error.exact) from None
 
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
-        """The number of prompt tokens of this request, whether it fits or not."""
+        """Count the prompt tokens of this request, whether it fits or not."""
         try:
             placement = self.place(conversation, request, exact=True)
         except ContextExceeded as error:
@@ -85,8 +85,8 @@ class Placer:
         return len(placement.input_ids_T)
 
     def limit_new_tokens(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        """`sampling` with as many new tokens at most as fit behind the prompt.
-        SessionError 400 if none do."""
+        """Return `sampling` with at most as many new tokens as fit after the prompt.
+        Raises SessionError 400 if none do."""
         room = self._max_prompt_tokens + 1 - prompt_tokens
         if room < 1:
             raise self._context_exceeded(prompt_tokens, exact=True)
@@ -150,7 +150,7 @@ class Placer:
     def _place_text(
         self, conversation: Conversation, text: str | tuple[int, ...], room: Room
     ) -> Placement:
-        """Places a prompt without a template: it continues the longest recorded text
+        """Place a prompt without a template: it continues the longest recorded text
         that it begins with."""
         forest = conversation.forest
         decode = partial(self._renderer.decode, inside=True)
@@ -191,8 +191,8 @@ class Placer:
 
 
 def _full_prompt(conversation: Conversation, request: TurnRequest) -> Prompt:
-    """The request's prompt, with the conversation that the request continues by its id.
-    SessionError 400 if that is no whole turn of this session."""
+    """Return the request's prompt, with the conversation that the request continues by
+    its id. Raises SessionError 400 if that is no whole turn of this session."""
     messages = request.messages
     if request.after:
         node = conversation.forest.turn(request.after)
@@ -219,5 +219,5 @@ def _full_prompt(conversation: Conversation, request: TurnRequest) -> Prompt:
 def _concatenate(
     path_ids: Sequence[int], context_ids: Sequence[int]
 ) -> NDArray[np.int32]:
-    """(numpy takes twice as long as `array` to read a list.)"""
+    """Concatenate ids. (numpy takes twice as long as `array` to read a list.)"""
     return np.array(array("i", [*path_ids, *context_ids]), np.int32)

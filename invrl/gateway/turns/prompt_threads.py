@@ -1,11 +1,11 @@
-"""Threads for requests that are too large for the event loop. To parse, match and
-render a request of several megabytes takes seconds, in which no other session would be
-served.
+"""Threads for requests that are too large for the event loop. Parsing, matching and
+rendering a request of several megabytes takes seconds, in which no other session would
+be served.
 
 Python runs one thread at a time, so such work still slows the event loop down, but no
-single step of it stops the loop. Invariants: work that nobody waits for any more is not
-begun; one conversation is used by one thread at a time, also after the caller has been
-cancelled."""
+single step of it stops the loop. Invariants: abandoned work is not begun; one
+conversation is used by one thread at a time, even after the caller has been cancelled.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 LARGE_REQUEST = 32_768
-"""A request of this size is processed in a thread: tokenising it takes 30 ms or more.
+"""A request of this size is processed in a thread: tokenizing it takes 30 ms or more.
 The size is the bytes of the body and the characters that its session has recorded."""
 _HUGE_REQUEST = 2**21
-"""More than fits into the context of most models. Such requests have a thread of their
-own, so that they do not delay others."""
+"""More than fits into the context of most models. Such requests have a separate thread,
+so that they do not delay others."""
 
 
 class PromptThreads:
@@ -32,10 +32,10 @@ class PromptThreads:
     async def run(
         self, work: Callable[[], Result], *, size: int, lock: asyncio.Lock | None = None
     ) -> Result:
-        """Returns or raises what `work` does. Below `LARGE_REQUEST` the work runs at
-        once in the event loop, otherwise in a thread. `lock` is held while it runs. If
-        the caller is cancelled, work that has begun runs to its end, and keeps the lock
-        until then."""
+        """Return or raise the result of `work`. Below `LARGE_REQUEST` the work runs
+        immediately in the event loop, otherwise in a thread. `lock` is held while it
+        runs. If the caller is cancelled, work that has begun runs to its end, and keeps
+        the lock until then."""
         if size < LARGE_REQUEST and (lock is None or not lock.locked()):
             return work()
         job = _Job(work)
@@ -50,8 +50,8 @@ class PromptThreads:
     async def _run(
         self, job: "_Job[Result]", size: int, lock: asyncio.Lock | None
     ) -> None:
-        """Never raises: a task would keep its exception, and the exception its frames
-        (see `Generation`)."""
+        """Run a job. Never raises: a task would keep its exception, and the exception
+        its frames (see `Generation`)."""
         if lock is None:
             await self._run_in_place(job, size)
             return
@@ -73,7 +73,7 @@ class _Job(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.abandoned = False
-        """The caller was cancelled: the result is not needed."""
+        """Whether the caller was cancelled: the result is not needed."""
         self._work: Callable[[], Result] | None = work
         self._results: list[Result] = []
         self._error: Exception | None = None

@@ -1,5 +1,5 @@
-"""The answer of a turn that is recorded already, for a client that asks for it again.
-Nothing is sampled."""
+"""The answer of a recorded turn, for a client that requests it again. Nothing is
+sampled."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -17,8 +17,8 @@ from invrl.gateway.types import (
 
 
 class RecordedAnswer:
-    """Has the methods of a `Generation` that a client's request needs. The whole reply
-    is one piece."""
+    """Recorded counterpart of a `Generation`, with the methods that a client's request
+    needs. The whole reply is one piece."""
 
     def __init__(self, node: Node) -> None:
         turn = node.turn
@@ -35,7 +35,7 @@ class RecordedAnswer:
         )
         self.cached_tokens = turn.cached_tokens
         self.delivered = False
-        """Some client got the whole answer."""
+        """Whether some client got the whole answer."""
         self._answer = Answer(
             turn=turn, message=node.messages[-1], pieces=(piece,), stop=node.stop
         )
@@ -47,12 +47,12 @@ class RecordedAnswer:
 
     @property
     def unclaimed(self) -> bool:
-        """No client got the answer, and it is not being sent to one."""
+        """Whether no client got the answer, and it is not being sent to one."""
         return not self.delivered and self._num_attached == 0
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """The answer is sent to a client inside this block."""
+        """Attach a client, which receives the answer inside this block."""
         self._num_attached += 1
         try:
             yield
@@ -68,8 +68,8 @@ class RecordedAnswer:
 
 
 def _delta_of(reply: Message) -> Delta:
-    """The reply as it was parsed when it was sampled. Parsed anew, in other pieces, the
-    same text might give another result."""
+    """Return the reply as it was parsed when sampled. Parsed again, in other pieces,
+    the same text might give another result."""
     calls = tuple(
         CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
         for index, call in enumerate(reply.tool_calls)

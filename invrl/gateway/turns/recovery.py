@@ -1,10 +1,11 @@
 """Restores the conversation of a session that an earlier worker opened, from the turns
 in the store.
 
-A new worker knows the open sessions at once; the conversation of each is read when it
-is first needed. Invariants: a restored forest holds exactly the committed ids; aborted
-turns are never continued; a retry of a request whose turn was committed is answered
-with that turn."""
+A new worker knows the open sessions immediately; the conversation of each is read when
+it is first needed. Invariants: a restored forest holds exactly the committed ids;
+aborted turns are never continued; a retry of a request whose turn was committed is
+answered with that turn.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,8 +26,9 @@ def restore(
     renderer: Renderer,
     shared_tools: SharedTools,
 ) -> None:
-    """`recorded`: the session's turns in the order of their commits, each with its
-    messages and tools. `stops`: the stop strings that ended replies, by turn."""
+    """Restore a conversation. `recorded` are the session's turns in the order of their
+    commits, each with its messages and tools. `stops` are the stop strings that ended
+    replies, by turn."""
     conversation.restored = bool(recorded)
     nodes: dict[str, Node] = {}
     decoded_tools: dict[bytes, tuple[Tool, ...]] = {}

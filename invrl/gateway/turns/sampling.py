@@ -1,5 +1,5 @@
-"""Whose sampling parameters count: the run's in training and evaluation, the client's
-in serving. Pure."""
+"""Sampling parameters of a turn: the run's in training and evaluation, the client's in
+serving. Pure."""
 
 import hashlib
 import json
@@ -20,8 +20,7 @@ class TurnSampling:
     extra: Mapping[str, Json]
     """Further parameters of SGLang; empty in training and evaluation."""
     overridden: tuple[str, ...]
-    """SGLang's names of the parameters that the client set and that the run does not
-    grant."""
+    """SGLang's names of the client's parameters that the run does not grant."""
 
 
 _NEUTRAL: Mapping[str, Json] = {
@@ -37,10 +36,10 @@ _NEUTRAL: Mapping[str, Json] = {
 
 
 def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnSampling:
-    """`pinned`: the session's own parameters. Its `max_new_tokens` bounds every
-    session: a client can ask for fewer tokens, not for more. SessionError 400 for a
-    logit bias in serving, because the router (sglang-router 0.3.2) drops it
-    silently."""
+    """Resolve the parameters. `pinned` are the session's own. Its `max_new_tokens`
+    bounds every session: a client can ask for fewer tokens, not for more. Raises
+    SessionError 400 for a logit bias in serving, because the router (sglang-router
+    0.3.2) drops it silently."""
     if purpose == "serve" and client.logit_bias:
         reason = "`logit_bias` is not supported yet"
         raise SessionError(
@@ -82,11 +81,11 @@ def _with_client_values(pinned: Sampling, client: ClientSampling) -> Sampling:
 
 
 def sampling_seed(run_seed: int, session: Session, prompt: bytes, number: int) -> int:
-    """The seed of one generation, in [0, 2^31). It depends only on the generation's
-    place in the run, so a repeated run draws the same tokens there. `prompt`: a digest
-    of the token ids. `number` counts this session's generations on that prompt from 1:
-    concurrent requests of a rollout get the same seeds in whatever order they
-    arrive."""
+    """Return the seed of one generation, in [0, 2^31). It depends only on the
+    generation's place in the run, so a repeated run draws the same tokens there.
+    `prompt` is a digest of the token ids. `number` counts this session's generations on
+    that prompt from 1: concurrent requests of a rollout get the same seeds in whatever
+    order they arrive."""
     place = [
         run_seed,
         session.purpose,

@@ -1,5 +1,5 @@
-"""The turns of a live session as its environment sees them, with the reason of each
-fork and advice."""
+"""Turns of a live session as its environment sees them, with the reason of each fork
+and advice."""
 
 import asyncio
 
@@ -20,12 +20,11 @@ _SHOWN_FIELDS = (
     "started_at",
     "finished_at",
 )
-"""The fields of a turn that are shown as they are."""
 
 
 async def overview(conversation: Conversation) -> list[dict[str, Json]]:
-    """The fields of each turn. A turn that forked says why, and what the user can do
-    about it. A turn that continues a reply which was out of tokens names it."""
+    """Return the fields of each turn. A forked turn has its reason, and a remedy. A
+    turn that continues a reply which was out of tokens names it."""
     if conversation.restored:
         recorded_changes = await asyncio.to_thread(conversation.forest.changes)
         conversation.changes = recorded_changes | conversation.changes
@@ -43,8 +42,8 @@ async def overview(conversation: Conversation) -> list[dict[str, Json]]:
 
 
 def _explanation(turn: Turn, change: Change | None) -> dict[str, Json]:
-    """Why a turn forked, and what the user can do about it. For a turn that continues a
-    reply which came back altered: how it was altered."""
+    """Explain why a turn forked, and what the user can do about it. For a turn that
+    continues a reply which came back altered: how it was altered."""
     explanation: dict[str, Json] = {}
     if turn.fork_reason:
         explanation["advice"] = advice(ForkReason(turn.fork_reason), change)

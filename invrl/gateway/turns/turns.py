@@ -1,8 +1,9 @@
-"""From a request to a turn: match, render, sample, commit, deliver.
+"""The way from a request to a turn: match, render, sample, commit, deliver.
 
-A dialect parses a body into a `TurnRequest` and writes an `Answer`; what happens in
+A dialect parses a body into a `TurnRequest` and writes an `Answer`; everything in
 between is the same for all dialects and is here. Invariant: a turn joins the forest
-only when its tokens are durable and complete."""
+only when its tokens are durable and complete.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ from invrl.types.turns import Turn
 
 _log = logging.getLogger(__name__)
 _PROMPT_END_TOKENS = 8
-"""The end of a prompt that shows whether the reply begins inside of thinking."""
+"""End of a prompt that shows whether the reply begins inside of thinking."""
 _MAX_IGNORED_NAMES = 256
-"""Names of ignored fields that are counted."""
+"""Maximum number of ignored fields that are counted by name."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is worked out of a request before its turn begins."""
+    """Results computed from a request before its turn begins."""
 
     placement: Placement
     constraint: Mapping[str, Json]
@@ -59,25 +60,24 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turns:
-    """The live conversations of a worker, and their turns."""
+    """Live conversations of a worker, and their turns."""
 
     sampler: Sampler
     renderer: Renderer
     parsers: Parsers = field(default_factory=Parsers)
     store: RunStoreWriter
     reader: RunStore
-    """A reader of the same store: it has what an earlier worker committed."""
+    """Reader of the same store: it has what an earlier worker committed."""
     context_length: int
     models: Sequence[str]
-    """The names under which clients call the model."""
+    """Names under which clients call the model."""
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
     constrained: Constrained = "free"
     recorded_top_logprobs: int = 0
-    """How many of the likeliest tokens are recorded in the place of each sampled one,
-    in training."""
+    """Number of the likeliest tokens recorded at each sampled one, in training."""
     engine_return_s: float = 600.0
-    """How long a generation waits for an engine, if there is none."""
+    """Time that a generation waits for an engine, if there is none."""
     space_wait_s: float = 240.0
     """How long a turn waits to be recorded, if the disk is full."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
@@ -86,10 +86,10 @@ class Turns:
     matches: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that continue another, by the `MatchLevel` at which they match."""
     overridden: Counter[str] = field(default_factory=Counter, init=False)
-    """Sessions by what clients asked for and the run did not grant: sampling
-    parameters, another model."""
+    """Sessions by client requests that the run did not grant: sampling parameters,
+    another model."""
     ignored: Counter[str] = field(default_factory=Counter, init=False)
-    """Requests by those of their fields that the gateway does not know."""
+    """Requests by fields that the gateway does not know."""
     threads: PromptThreads = field(default_factory=PromptThreads, init=False)
     placer: Placer = field(init=False)
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
@@ -102,7 +102,8 @@ class Turns:
         self._conversations[record.session.id] = Conversation(record, self.match_level)
 
     def conversation(self, record: SessionRecord) -> Conversation:
-        """SessionError 401 once the session is being closed."""
+        """Return the conversation. Raises SessionError 401 once the session is being
+        closed."""
         conversation = self.find(record)
         if conversation is None or conversation.closing:
             raise SessionError(
@@ -116,9 +117,9 @@ class Turns:
         return conversation
 
     def find(self, record: SessionRecord) -> Conversation | None:
-        """None once the session's outcome has been handed over. The conversation of a
-        session that an earlier worker opened is read from the store when it is first
-        needed."""
+        """Return the conversation; None once the session's outcome has been handed
+        over. The conversation of a session that an earlier worker opened is read from
+        the store when it is first needed."""
         conversation = self._conversations.get(record.session.id)
         if conversation is None and record.top().outcome is None:
             session_id = record.session.id
@@ -134,9 +135,9 @@ class Turns:
         return conversation
 
     def check_model(self, record: SessionRecord, name: str | None) -> None:
-        """SessionError 404 if a serving session asks for a model by another name than
-        those of this one. In training and evaluation the session's key says which model
-        is meant: any name stands for it."""
+        """Raise SessionError 404 if a serving session asks for a model by an unknown
+        name. In training and evaluation the session's key decides the model: any name
+        stands for it."""
         if name is None or name in self.models or record.session.purpose != "serve":
             return
         reason = f"The model `{name}` does not exist; this server has {_quoted(self.models)}."
@@ -153,10 +154,10 @@ class Turns:
     async def prepare(
         self, conversation: Conversation, request: TurnRequest, *, size: int
     ) -> Prepared | None:
-        """For a large request, does in a thread what `begin` would do with the
-        session's record, the template and the tokenizer, so that no other session waits
-        for it. Returns None for a small request, for which `begin` does it. `size`:
-        bytes of the body. SessionError 400 as `begin`."""
+        """Do in a thread, for a large request, what `begin` would do with the session's
+        record, the template and the tokenizer, so that no other session waits for it.
+        Returns None for a small request, for which `begin` does it. `size` is the bytes
+        of the body. Raises SessionError 400 like `begin`."""
         size += conversation.forest.characters
         if size < LARGE_REQUEST and not conversation.matching.locked():
             return None
@@ -184,18 +185,20 @@ class Turns:
         request: TurnRequest,
         prepared: Prepared | None = None,
     ) -> tuple[AnswerSource, tuple[str, ...]]:
-        """Begins the turn that answers `request`, or finds the answer if the request is
-        a retry. Also returns what is overridden for the first time in this session.
-        `prepared`: what `prepare` returned. SessionError 400 if the request cannot be
-        rendered or does not fit, 403 if the session has used up its turns or tokens.
+        """Begin the turn that answers `request`, or find the answer if the request is a
+        retry. Also returns what is overridden for the first time in this session.
+        `prepared` is the result of `prepare`. Raises SessionError 400 if the request
+        cannot be rendered or does not fit, 403 if the session has used up its turns or
+        tokens.
 
         The order matters. A retry comes first, because it must change nothing: no
-        counter, no limit, no seed. Then comes what can refuse the request itself (400),
-        also before anything is changed. That the client forced the reply, and that it
-        has received the answer that it continues, are facts about the client: they are
-        recorded even if the session admits no further turn. The remaining counters and
-        the seed, which counts the generations on one prompt, change only once the turn
-        is admitted."""
+        counter, no limit, no seed. Next are checks that can refuse the request itself
+        (400), also before anything is changed. That the client forced the reply, and
+        that it has received the answer that it continues, are facts about the client:
+        they are recorded even if the session admits no further turn. The remaining
+        counters and the seed, which counts the generations on one prompt, change only
+        once the turn is admitted.
+        """
         request = msgspec.structs.replace(
             request, tools=self._shared_tools.share(request.tools)
         )
@@ -249,8 +252,9 @@ class Turns:
     def _admit(
         self, conversation: Conversation, request: TurnRequest, placement: Placement
     ) -> TurnSampling:
-        """The sampling parameters of one more turn. SessionError 403 if the session has
-        used up its turns or tokens, 400 if no token fits behind the prompt."""
+        """Return the sampling parameters of one more turn. Raises SessionError 403 if
+        the session has used up its turns or tokens, 400 if no token fits after the
+        prompt."""
         session_sampling = conversation.admit()
         purpose = conversation.record.session.purpose
         resolved = resolve(purpose, session_sampling, request.sampling)
@@ -267,7 +271,8 @@ class Turns:
         turn_sampling: TurnSampling,
         constraint: Mapping[str, Json],
     ) -> Proposal:
-        """The turn to be sampled, with a new id. `constraint`: as in `Prepared`."""
+        """Return the turn to sample, with a new id. `constraint` is that of
+        `Prepared`."""
         input_ids_T = placement.input_ids_T
         num_path_ids = len(input_ids_T) - len(placement.context_ids)
         seed = self._seed(conversation, input_ids_T)
@@ -308,7 +313,8 @@ class Turns:
     def _existing_answer(
         self, conversation: Conversation, request: TurnRequest
     ) -> AnswerSource | None:
-        """The answer to a request that is a retry; None if it has to be sampled."""
+        """Return the answer to a request that is a retry; None if it must be
+        sampled."""
         existing = conversation.existing_answer(request.digest, retry=request.retry)
         if existing is None:
             return None
@@ -341,15 +347,16 @@ class Turns:
     def _count_overridden(
         self, record: SessionRecord, names: Sequence[str]
     ) -> tuple[str, ...]:
-        """Returns the names that are new in this session."""
+        """Count overridden parameters and return the names that are new in this
+        session."""
         new_names = tuple(name for name in names if name not in record.overridden)
         record.overridden.update(new_names)
         self.overridden.update(new_names)
         return new_names
 
     def count_ignored(self, record: SessionRecord, names: Sequence[str]) -> None:
-        """Counts fields of a request that the gateway does not know. Clients choose
-        their names, so the number of names has a limit."""
+        """Count fields of a request that the gateway does not know. Clients choose
+        their names, so the number of names is limited."""
         for name in names:
             is_new = name not in self.ignored
             if is_new and len(self.ignored) >= _MAX_IGNORED_NAMES:
@@ -365,14 +372,14 @@ class Turns:
     async def count_tokens(
         self, conversation: Conversation, request: TurnRequest, *, size: int
     ) -> int:
-        """The number of prompt tokens that `begin` would send for this request, if
-        there were no limit."""
+        """Count the prompt tokens that `begin` would send for this request, if there
+        were no limit."""
         size += conversation.forest.characters
         work = partial(self.placer.count_tokens, conversation, request)
         return await self.threads.run(work, size=size, lock=conversation.matching)
 
     def deliver(self, conversation: Conversation, source: AnswerSource) -> None:
-        """The whole answer has been sent: its turn may be trained."""
+        """Mark a completely sent answer as delivered: its turn may be trained."""
         source.delivered = True
         self._mark_delivered(conversation, source.turn_id)
         if conversation.frozen:
@@ -406,8 +413,8 @@ class Turns:
         }
 
     def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:
-        """SGLang's sampling parameters that force the form of the reply. SessionError
-        400 if no grammar can be made of the tools."""
+        """Return SGLang's sampling parameters that force the form of the reply. Raises
+        SessionError 400 if no grammar can be made of the tools."""
         return self.parsers.constraint(
             request.tools,
             request.tool_choice,
@@ -416,8 +423,8 @@ class Turns:
         )
 
     def _check_tool_choice(self, request: TurnRequest) -> None:
-        """SessionError 400 if the template does not show tools to the model, or if the
-        choice names a tool that the request does not have."""
+        """Raise SessionError 400 if the template does not show tools to the model, or
+        if the choice names a tool that the request does not have."""
         choice = request.tool_choice
         names = [tool.name for tool in request.tools]
         if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
@@ -537,7 +544,8 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _forcing_field(request: TurnRequest) -> str:
-    """The field of the request that asks for the form of the reply to be forced."""
+    """Return the field of the request that asks for the form of the reply to be
+    forced."""
     mode = request.tool_choice.mode
     if mode in ("required", "named"):
         return f"tool_choice={mode}"
@@ -547,7 +555,8 @@ def _forcing_field(request: TurnRequest) -> str:
 def _in_loop(
     stored: Future[None], loop: asyncio.AbstractEventLoop
 ) -> asyncio.Future[None]:
-    """The same future for the event loop. It is done at once if `stored` is done."""
+    """Return the same future for the event loop. It is done immediately if `stored` is
+    done."""
     if not stored.done():
         return asyncio.wrap_future(stored, loop=loop)
     durable: asyncio.Future[None] = loop.create_future()

@@ -1,18 +1,18 @@
 """The process above the drivers of a run: `invrl train` itself. It runs one incarnation
-after another, each in a driver process of its own, and reports what ended a driver that
-could not report it. `invrl eval` and `invrl replay`, which start a Ray too, are
-supervised in the same way, with one incarnation.
+after another, each in a new driver process, and reports why a driver ended that could
+not report it. `invrl eval` and `invrl replay`, which start a Ray too, are supervised in
+the same way, with one incarnation.
 
 A driver cannot outlive its Ray: Ray's C++ code ends it within a second of its raylet's
-death. It may also be killed, or stopped. So the process that starts the next
-incarnation stands outside of it. The supervisor itself imports neither Ray nor torch,
-and starts no thread.
+death. It may also be killed, or stopped. So another process starts the next
+incarnation. The supervisor imports neither Ray nor torch, and starts no thread.
 
 Invariants. When the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG).
 When an incarnation is over, every process below the supervisor has ended before the
-next one starts: the supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), whatever
-session they moved to. An interrupted run starts no further incarnation. A signal never
-ends the supervisor itself, so that nothing is left half ended."""
+next one starts: the supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), in whatever
+session they are. An interrupted run starts no further incarnation. A signal never ends
+the supervisor itself, so that nothing is left half ended.
+"""
 
 import contextlib
 import os
@@ -49,36 +49,37 @@ from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 
 _INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals that are passed on to the driver."""
+"""Signals that are forwarded to the driver."""
 _AWAITED_SIGNALS = _INTERRUPTS | {signal.SIGCHLD}
 _POLL_INTERVAL_S = 0.2
 _FIRST_HEARTBEAT_TIMEOUT_S = 120.0
-"""A driver sends heartbeats as soon as Python has started."""
+"""Seconds to the first heartbeat. A driver sends heartbeats as soon as Python has
+started."""
 _GRACE_S = 3.0
-"""For processes that are left when a driver has ended: most of them end by
+"""Grace period for processes left by an ended driver: most of them end by
 themselves."""
 _KILL_TIMEOUT_S = 30.0
 BLOCKED_GRACE_S = 2.0
-"""After an interrupt, for a driver in a call that does not react to signals
-(`NoteKind.BLOCKED`)."""
+"""Grace period after an interrupt, for a driver in a call that does not react to
+signals (`NoteKind.BLOCKED`)."""
 _LONGEST_PAUSE_S = 60.0
-"""Before a restart: the first follows at once, each further one after a pause twice as
-long."""
+"""Longest pause before a restart: the first restart is immediate, each further one
+waits twice as long."""
 _SPACE_POLL_S = 1.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationEnd:
-    """How a driver ended. `code`: as Popen gives it, negative for a signal."""
+    """End of a driver. `code`: as in Popen, negative for a signal."""
 
     code: int
     notes: tuple[Note, ...]
     silent_s: float = 0.0
-    """Not 0 if the supervisor killed the driver because it was silent for so long."""
+    """Seconds of silence for which the supervisor killed the driver, or 0."""
     blocking_call: str = ""
-    """Not empty if the supervisor killed the driver because this call kept an interrupt
-    from it."""
+    """Call that kept an interrupt from the driver, for which the supervisor killed it,
+    or ""."""
 
     def has_note(self, kind: NoteKind) -> bool:
         return any(note.kind is kind for note in self.notes)
@@ -104,8 +105,8 @@ class IncarnationEnd:
 
 
 def supervise(config: Config, folder: RunFolder) -> int:
-    """`invrl train` on a folder that this process has made, checked and holds; its exit
-    code."""
+    """Run `invrl train` on a folder that this process has made, checked and holds.
+    Returns its exit code."""
     command = _driver_command(INCARNATION_COMMAND, folder)
     supervisor = Supervisor(
         config,
@@ -118,7 +119,7 @@ def supervise(config: Config, folder: RunFolder) -> int:
 
 
 def _forks_engines(config: Config) -> bool:
-    """Whether the driver will have engines forked (`engines/fleet.py`)."""
+    """Whether the driver will fork engines (`engines/fleet.py`)."""
     traces = traces_endpoint(config.run.log.otel_endpoint)
     return config.engine.num_engines > 0 and not (
         config.trains_alone or count_gpus() or traces
@@ -128,8 +129,8 @@ def _forks_engines(config: Config) -> bool:
 def supervise_once(
     config: Config, folder: RunFolder, inner: str, *arguments: str
 ) -> int:
-    """The same for a command that is never restarted. `inner`: the driver's command,
-    which takes the folder and the `arguments`."""
+    """Supervise a command that is never restarted, as `supervise` does. `inner`: the
+    driver's command, which takes the folder and the `arguments`."""
     command = _driver_command(inner, folder, *arguments)
     forks_engines = inner == EVALUATION_COMMAND and _forks_engines(config)
     return Supervisor(
@@ -142,8 +143,8 @@ def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]
 
 
 class Supervisor:
-    """Of one run. `command` is the driver's. `forks_engines`: each driver finds a
-    process that imports SGLang meanwhile."""
+    """Supervisor of one run. `command` is the driver's. `forks_engines`: each driver
+    finds a process that imports SGLang meanwhile."""
 
     def __init__(
         self,
@@ -162,13 +163,13 @@ class Supervisor:
         self._forks_engines = forks_engines
         self._interrupted = False
         self._stray_signals: list[int] = []
-        """Signals that the kernel gave to another thread of this process, to be passed
-        on."""
+        """Signals that the kernel gave to another thread of this process, for
+        forwarding."""
 
     def run(self) -> int:
-        """Runs incarnations until the run is done, fails for good or is interrupted;
-        the exit code. A failed incarnation is followed by another one, `max_restarts`
-        times without a new checkpoint between them."""
+        """Run incarnations until the run is done, fails for good or is interrupted.
+        Returns the exit code. A failed incarnation is followed by another one,
+        `max_restarts` times without a new checkpoint between them."""
         remove_abandoned()
         with self._signals_blocked():
             adopt_orphans()
@@ -222,13 +223,14 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals_blocked(self) -> Iterator[None]:
-        """Signals wait until this program asks for them. Signals that are ignored
+        """Block signals until this program asks for them. Signals that are ignored
         (nohup) stay ignored.
 
-        A signal mask belongs to one thread. NumPy, or a module of the user that was
-        checked, may have started threads before, and the kernel gives a signal to one
-        of those while this thread waits for none. Without the handlers such a signal
-        would end this process, or raise KeyboardInterrupt anywhere."""
+        A signal mask belongs to one thread. NumPy, or a checked module of the user, may
+        have started threads before, and the kernel gives a signal to one of those while
+        this thread waits for none. Without the handlers such a signal would end this
+        process, or raise KeyboardInterrupt anywhere.
+        """
         blocked = {
             number
             for number in _AWAITED_SIGNALS
@@ -251,19 +253,20 @@ class Supervisor:
         self._stray_signals.append(number)
 
     def _is_interrupted(self) -> bool:
-        """Takes signals that came between two incarnations into account."""
+        """Whether the run was interrupted, including by signals between two
+        incarnations."""
         while signal.sigtimedwait(_INTERRUPTS, 0) is not None:
             self._interrupted = True
         return self._interrupted
 
     def _wait_for_space(self) -> None:
-        """Returns once the run folder's disk has space again, or after an interrupt."""
+        """Wait until the run folder's disk has space again, or for an interrupt."""
         _print_error("waiting for space, then the run goes on (this is no restart)")
         while full_disk(self._folder.path) and not self._interrupted:
             self._wait_for_interrupt(_SPACE_POLL_S)
 
     def _wait_for_interrupt(self, seconds: float) -> None:
-        """Returns at an interrupt, and after this time."""
+        """Wait for an interrupt, at most for `seconds`."""
         if signal.sigtimedwait(_INTERRUPTS, seconds) is not None:
             self._interrupted = True
 
@@ -274,7 +277,7 @@ class Supervisor:
         return checkpoint.step
 
     def _run_incarnation(self) -> IncarnationEnd:
-        """Starts a driver, waits for its end, and ends every process that it left
+        """Start a driver, wait for its end, and end every process that it left
         behind."""
         listener = Listener()
         parent = None
@@ -299,8 +302,8 @@ class Supervisor:
     def _watch_driver(
         self, driver: subprocess.Popen[bytes], listener: Listener
     ) -> IncarnationEnd:
-        """Passes signals on until the driver has ended. Kills it when it is silent for
-        too long, or when an interrupt does not reach it."""
+        """Forward signals until the driver has ended. Kill it when it is silent for too
+        long, or when an interrupt does not reach it."""
         health = _DriverHealth(heartbeat_timeout_s=self._heartbeat_timeout_s)
         killed_after_s = 0.0
         blocking_call = ""
@@ -339,8 +342,8 @@ class Supervisor:
         )
 
     def _pass_signals_on(self, driver: subprocess.Popen[bytes], *, heard: bool) -> None:
-        """Waits for a signal for a poll interval. `heard`: the driver has sent a
-        note."""
+        """Wait for a signal for a poll interval, and forward it. `heard`: the driver
+        has sent a note."""
         info = signal.sigtimedwait(_AWAITED_SIGNALS, _POLL_INTERVAL_S)
         if info is not None and info.si_signo in _INTERRUPTS:
             self._interrupted = True
@@ -356,19 +359,19 @@ class Supervisor:
 
 @dataclass(slots=True, kw_only=True)
 class _DriverHealth:
-    """What the supervisor knows of a running driver from its notes."""
+    """State of a running driver, from its notes."""
 
     heartbeat_timeout_s: float
     notes: list[Note] = field(default_factory=list)
-    """All but heartbeats and the bounds of blocking calls."""
+    """All notes but heartbeats and the bounds of blocking calls."""
     heard: bool = False
-    """The driver has sent a note."""
+    """Whether the driver has sent a note."""
     silent_s: float = 0.0
-    """Since its last note."""
+    """Seconds since its last note."""
     blocking_call: str = ""
-    """The call that the driver is in, if that does not react to signals."""
+    """The driver's current call, if that does not react to signals."""
     blocked_s: float = 0.0
-    """How long the driver has been in such calls since an interrupt."""
+    """Seconds that the driver has been in such calls since an interrupt."""
 
     def read(self, notes: Sequence[Note]) -> None:
         for note in notes:
@@ -402,7 +405,7 @@ class _DriverHealth:
 def _start_driver(
     command: Sequence[str], listener: Listener, parent: EarlyParent | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a driver that dies with this process and sends its notes to `listener`.
+    """Start a driver that dies with this process and sends its notes to `listener`.
     `parent`: for its engines."""
     descriptors = [listener.writer]
     variables = {**os.environ, **held_keys(), **environment(listener.writer)}
@@ -430,7 +433,7 @@ def _start_driver(
 
 
 def _end_descendants() -> None:
-    """Waits for the processes that end by themselves, then kills the others."""
+    """Wait for the processes that end by themselves, then kill the others."""
     remaining = end_descendants(
         terminate=False, grace_s=_GRACE_S, kill_within_s=_KILL_TIMEOUT_S
     )
@@ -440,8 +443,8 @@ def _end_descendants() -> None:
 
 
 def _restore_terminal(*, was_killed: bool) -> None:
-    """Shows the cursor again that a driver has hidden. One that was killed has left it
-    in the last line of its display."""
+    """Show the cursor again that a driver has hidden. A killed driver has left it in
+    the last line of its display."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         if sys.stdout.isatty():
             line_end = "\n" if was_killed else ""

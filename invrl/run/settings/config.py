@@ -1,10 +1,11 @@
-"""All settings: one tree of frozen sections, each declared beside its owner, composed
+"""All settings: one tree of frozen sections, each declared next to its owner, composed
 here.
 
-Values come from these sources, later ones win: defaults, the algorithm preset, a TOML
-file, flags (`resolve`). Invariant: `resolve` returns a whole and consistent
-configuration, or raises a ConfigError that says what to change; nothing has started by
-then. Imports without torch, ray, sglang or transformers."""
+Values come from these sources, the later ones winning: defaults, the algorithm preset,
+a TOML file, flags (`resolve`). Invariant: before anything starts, `resolve` returns a
+complete and consistent configuration, or raises a ConfigError that says what to change.
+Imports without torch, ray, sglang or transformers.
+"""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ from invrl.types.section import (
 from invrl.weights.config import Weights, WeightsConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
-"""What a pass-through option or a flag can be."""
+"""Type of a pass-through option or a flag."""
 UpstreamOptions = dict[str, Scalar]
 
 
@@ -150,7 +151,7 @@ class MetricsConfig(Section):
 
 
 class RunConfig(Section):
-    """The run as a whole: its name, length and what it shows."""
+    """The run as a whole: its name, its length and its output."""
 
     run_name: Text | None = Field(
         None, description="name of the run folder; left out: the time it starts"
@@ -203,7 +204,7 @@ class RunConfig(Section):
     wandb: WandbConfig | None = Field(None, description="metrics at Weights & Biases")
 
     def log_settings(self, run: str) -> LogSettings:
-        """What the processes of the run of this name log, and how."""
+        """Return the log settings of the processes of the run of this name."""
         return LogSettings(run=run, format=self.log.format, level=self.log.level)
 
 
@@ -229,22 +230,23 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """Absolute; meaningless without a `model_path`."""
+        """Absolute model folder; meaningless without a `model_path`."""
         return model_folder(self.model_path or "")
 
     @property
     def reference_folder(self) -> Path:
-        """Of the frozen reference: absolute; meaningless without a `model_path`."""
+        """Absolute folder of the frozen reference; meaningless without a
+        `model_path`."""
         return model_folder(self.reference_model_path or self.model_path or "")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which clients call the model; answers have the first."""
+        """Names under which clients call the model; replies have the first."""
         return self.served_model_name or (self.name,)
 
     @property
     def name(self) -> str:
-        """The name that the folder gives the model: for a checkpoint that of its run,
+        """Name that the folder gives the model: for a checkpoint that of its run,
         otherwise its own."""
         checkpoint = self.folder
         if checkpoint.name == "hugging_face":
@@ -260,8 +262,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def model_folder(path: str) -> Path:
-    """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a
-    run, its newest model. The folder of a run without a model is returned as it is."""
+    """Return the absolute folder of a model: of a checkpoint, its Hugging Face part; of
+    a run, its newest model. The folder of a run without a model is returned as it
+    is."""
     folder = Path(path).expanduser().absolute()
     if is_run_folder(folder):
         from invrl.run.checkpoints.checkpoints import (
@@ -303,13 +306,13 @@ class Config(Section):
 
     @property
     def trains_alone(self) -> bool:
-        """Whether the trainer is all that the run starts: no engine, no gateway and no
+        """Whether the run starts only the trainer: no engine, no gateway and no
         rollouts."""
         return self.run.debug_train_only or self.trains_on_data
 
     @property
     def critic_folder(self) -> Path:
-        """Of the model that the critic begins as: absolute; meaningless without a
+        """Absolute folder of the critic's initial model; meaningless without a
         `model_path`."""
         critic = self.algorithm.critic
         if critic is None or critic.model_path is None:
@@ -318,7 +321,7 @@ class Config(Section):
 
     @property
     def teacher_folder(self) -> Path | None:
-        """Of a teacher that the trainer computes: absolute."""
+        """Absolute folder of a teacher that the trainer computes."""
         teacher = self.algorithm.teacher
         if teacher is None or teacher.model_path is None:
             return None
@@ -326,12 +329,12 @@ class Config(Section):
 
     @property
     def critic_layout(self) -> ParallelLayout | None:
-        """Of the ranks that the critic has for itself; None: it has none."""
+        """Layout of the critic's own ranks; None if it has none."""
         return self.train.critic_layout(self.algorithm.critic)
 
     @property
     def num_ranks(self) -> int:
-        """Of the policy, and of a critic that has ranks of its own."""
+        """Number of ranks of the policy, and of a critic that has its own."""
         return self.train.num_ranks(self.algorithm.critic)
 
     @property
@@ -360,7 +363,7 @@ class Config(Section):
         return tables
 
     def to_toml(self) -> str:
-        """The whole tree; `resolve` reads it back to an equal one."""
+        """Return the whole tree as TOML; `resolve` reads it back to an equal one."""
         return tomli_w.dumps(self.settings())
 
 
@@ -388,7 +391,7 @@ class Table(NamedTuple):
     """A table of a section. In a file it stands beside the sections."""
 
     section: str
-    """The section that has it as a field."""
+    """Section that has it as a field."""
     model: type[Section]
 
 
@@ -417,7 +420,7 @@ def setting_name(table: str, key: str) -> str:
 
 
 def default_settings(table: str) -> dict[str, object]:
-    """What the settings of a table are where it has no entry."""
+    """Return the settings of a table without an entry."""
     model = model_of_table(table)
     fields = fields_of(model) if model is not None else {}
     return {
@@ -434,8 +437,8 @@ class Source:
 
 
 def read_toml(path: Path) -> Source:
-    """A configuration file as a source. ConfigError for what is not TOML; `resolve`
-    checks its names."""
+    """Read a configuration file as a source. Raises ConfigError if it is not TOML;
+    `resolve` checks its names."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -462,7 +465,7 @@ def section_of_optional_table() -> dict[str, str]:
 
 
 def _table_fix(key: str) -> str:
-    """For a key that stands outside of all tables."""
+    """Return the fix for a key outside of all tables."""
     former = former_fix(key)
     if former:
         return former
@@ -480,9 +483,8 @@ def _table_fix(key: str) -> str:
 
 
 def resolve(*sources: Source) -> Config:
-    """The sources over the algorithm's preset over the defaults; later sources win.
-    Raises ConfigError for a value that is not valid, and for values that contradict
-    each other."""
+    """Resolve the sources over the algorithm's preset over the defaults; later sources
+    win. Raises ConfigError for values that are invalid or contradict each other."""
     values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for source in sources:
         for table, entries in source.tables.items():
@@ -501,7 +503,7 @@ def resolve(*sources: Source) -> Config:
 
 
 def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
-    """Raises the first of pydantic's findings as a ConfigError."""
+    """Raise the first of pydantic's findings as a ConfigError."""
     finding = error.errors()[0]
     location = [str(part) for part in finding["loc"]]
     of_table = TABLES.get(location[1]) if len(location) > 2 else None
@@ -546,8 +548,8 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
 
 
 def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
-    """The name of the last source that sets the key; any key of the table if `key` is
-    empty."""
+    """Return the name of the last source that sets the key; any key of the table if
+    `key` is empty."""
     origin = "default"
     for source in sources:
         if table in source.tables and (not key or key in source.tables[table]):
@@ -556,7 +558,7 @@ def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
 
 
 def _key_fix(key: str, table: str) -> str:
-    """For a key that its table does not have."""
+    """Return the fix for a key that its table does not have."""
     former = former_fix(key)
     if former:
         return former

@@ -1,4 +1,4 @@
-"""From a batch to micro-batches: shards of the ranks, rows that share their prefixes.
+"""Micro-batches of a batch: shards of the ranks, rows that share their prefixes.
 
 Start with `sharding.py`, then `packing.py`.
 """

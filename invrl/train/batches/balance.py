@@ -1,4 +1,4 @@
-"""The balance of a mini-batch over ranks: which rollouts each rank computes, by
+"""Balance of a mini-batch over ranks: each rank computes some of its rollouts, by
 estimated work.
 
 Rows of a group share their prompt, and each part of a group computes the prompt again.
@@ -21,11 +21,11 @@ from invrl.train.cost.model_size import ComputeCost
 from invrl.types.batches import TrainBatch
 
 _GOOD_BALANCE = 1.005
-"""Work of the slowest rank over the least possible at which the search ends."""
+"""Ratio of the slowest rank's work to the least possible at which the search ends."""
 _VAIN_SPLITS = 32
-"""Splitting ends after this many splits in a row without a better balance."""
+"""Number of splits in a row without a better balance after which splitting ends."""
 _STARTS = 16
-"""Splits that rollouts are exchanged from."""
+"""Number of splits that rollouts are exchanged from."""
 _MOST_EXCHANGES = 200
 
 Rollouts = tuple[tuple[int, ...], ...]
@@ -33,7 +33,8 @@ Rollouts = tuple[tuple[int, ...], ...]
 
 
 def balance(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[list[int]]:
-    """The samples of each rank, ascending. `cost`: of the model's forward pass."""
+    """Return the samples of each rank, ascending. `cost` is of the model's forward
+    pass."""
     estimate = _WorkEstimate(batch, cost)
     groups = _groups(batch)
     good_work = _GOOD_BALANCE * _least_work(groups, ranks, estimate)
@@ -54,8 +55,8 @@ def balance(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[list[int]]
 def _least_work(
     groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate"
 ) -> float:
-    """Of the slowest rank, whatever the balance: every prompt is computed once, every
-    rollout by one rank."""
+    """Return a lower bound of the slowest rank's work: every prompt is computed once,
+    every rollout by one rank."""
     mean = sum(estimate.of(rollouts) for rollouts in groups) / ranks
     return max(
         mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts)
@@ -75,7 +76,7 @@ class _Part:
 
 
 def _groups(batch: TrainBatch) -> list[Rollouts]:
-    """For each group the indices of each rollout's samples."""
+    """Return, for each group, the indices of each rollout's samples."""
     groups: dict[str, dict[str, list[int]]] = {}
     for index, sample in enumerate(batch.samples):
         rollouts = groups.setdefault(sample.group_id, {})
@@ -89,8 +90,9 @@ def _groups(batch: TrainBatch) -> list[Rollouts]:
 def _split_groups(
     groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate", good_work: float
 ) -> list[list[list[_Part]]]:
-    """Splits of the groups, as the parts of each rank. The one with the fastest slowest
-    rank comes first. `good_work`: of a slowest rank that needs no more splits."""
+    """Return splits of the groups, as the parts of each rank. The one with the fastest
+    slowest rank comes first. `good_work` is that of a slowest rank that needs no more
+    splits."""
     parts = [
         _Part(group, rollouts, estimate.of(rollouts))
         for group, rollouts in enumerate(groups)
@@ -128,7 +130,8 @@ def _costliest_divisible(parts: Sequence[_Part]) -> _Part | None:
 
 
 def _largest_first(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
-    """Gives the costliest part left to the least loaded rank, until none is left."""
+    """Give the costliest remaining part to the least loaded rank, until none is
+    left."""
     by_rank: list[list[_Part]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]
     heapify(loads)
@@ -144,7 +147,7 @@ def _largest_first(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
 
 @dataclass(slots=True)
 class _Load:
-    """What a rank computes."""
+    """Work of a rank."""
 
     estimate: "_WorkEstimate"
     rollouts_by_group: dict[int, Rollouts] = field(default_factory=dict)
@@ -155,7 +158,7 @@ class _Load:
         return sum(self.work_by_group.values())
 
     def samples(self) -> list[int]:
-        """Ascending."""
+        """Return the samples, ascending."""
         rollouts = [
             rollout
             for rollouts in self.rollouts_by_group.values()
@@ -164,7 +167,7 @@ class _Load:
         return sorted(index for rollout in rollouts for index in rollout)
 
     def rollouts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(group, rollout)."""
+        """Yield (group, rollout)."""
         for group, rollouts in self.rollouts_by_group.items():
             for rollout in rollouts:
                 yield group, rollout
@@ -176,12 +179,12 @@ class _Load:
         self._set(group, self._without(group, rollout))
 
     def more_work(self, group: int, rollout: tuple[int, ...]) -> float:
-        """Work that the rollout would add."""
+        """Return the work that the rollout would add."""
         own = self.rollouts_by_group.get(group, ())
         return self.estimate.of((*own, rollout)) - self.work_by_group.get(group, 0.0)
 
     def less_work(self, group: int, rollout: tuple[int, ...]) -> float:
-        """Work that one of its own rollouts takes."""
+        """Return the work that one of its own rollouts takes."""
         return self.work_by_group[group] - self.estimate.of(
             self._without(group, rollout)
         )
@@ -209,7 +212,7 @@ def _loads(
 
 
 def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
-    """The slowest rank gives a rollout to another one, and may take one for it, while
+    """Let the slowest rank give a rollout to another one, perhaps for one of its, while
     that makes it faster and the other one not slower than it was. Ends when the slowest
     rank has `good_work`."""
     for _ in range(_MOST_EXCHANGES):
@@ -222,7 +225,7 @@ def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
 
 
 def _exchange(slow: _Load, fast: _Load) -> bool:
-    """Makes the best exchange between the two ranks; False if none makes the slower one
+    """Make the best exchange between the two ranks; False if none makes the slower one
     of them faster."""
     given = list(slow.rollouts())
     taken = list(fast.rollouts())
@@ -260,9 +263,9 @@ def _move(rollout: tuple[int, tuple[int, ...]], source: _Load, target: _Load) ->
 
 
 class _WorkEstimate:
-    """The work of computing samples together: a prefix that they share counts once. A
-    prefix that all rows of the batch share is left out: every rank computes it, however
-    the rows are split."""
+    """Work of computing samples together: a shared prefix counts once. A prefix of all
+    rows of the batch is left out: every rank computes it, however the rows are
+    split."""
 
     def __init__(self, batch: TrainBatch, cost: ComputeCost) -> None:
         self._cost = cost
@@ -271,10 +274,10 @@ class _WorkEstimate:
         computed = [index for index, row in enumerate(self._rows) if row.num_computed]
         computed.sort(key=keys.__getitem__)
         self._order = {index: place for place, index in enumerate(computed)}
-        """Row -> its place among the rows that are computed, sorted by tokens."""
+        """Row -> its position among the computed rows, sorted by tokens."""
         self._work: dict[tuple[int, ...], float] = {}
-        """By the computed rows in their order: the search asks for the same rows again
-        and again."""
+        """Cache by the computed rows in their order: the search repeats the same rows
+        many times."""
         self._num_common = 0
         if computed:
             self._num_common = common_prefix(
@@ -294,7 +297,7 @@ class _WorkEstimate:
         return work
 
     def _of_rows(self, rows: Sequence[int]) -> float:
-        """`rows`: sorted by tokens."""
+        """Return the work of rows that are sorted by tokens."""
         work = 0.0
         previous_T = np.empty(0, np.int32)
         for index in rows:
@@ -309,6 +312,6 @@ class _WorkEstimate:
         return work
 
     def _tokens(self, index: int) -> np.ndarray:
-        """The row's computed tokens."""
+        """Return the row's computed tokens."""
         row = self._rows[index]
         return row.tokens_T[: row.num_computed]

@@ -1,15 +1,15 @@
-"""Which rows are packed together: bins of at most so many tokens, in which a shared
-prefix counts once.
+"""Packs rows into bins with a limited number of tokens, in which a shared prefix counts
+once.
 
 Rows sorted by their tokens are the leaves of a tree: those that share the first d
 tokens are neighbours and form a subtree at depth d. The tree is climbed from its
-leaves. At each subtree the bundles of rows that its children could not fill are put
-together, largest first, each into the bundle that it fills best (best fit decreasing).
-Two bundles that meet at depth d share d tokens. So rows come together first with those
-that they share most with, and a subtree is split only if it is larger than a bin.
+leaves. At each subtree, bundles of rows that its children could not fill are combined,
+largest first, each into the bundle that it fills best (best fit decreasing). Two
+bundles that meet at depth d share d tokens. So rows are first combined with those that
+they share most with, and a subtree is split only if it is larger than a bin.
 
-Bins filled in this way are few, but the last ones may be nearly empty. `even_bins` then
-spreads their subtrees so that the bins take equally long. Pure.
+This gives few bins, but the last ones may be nearly empty. `even_bins` then spreads
+their subtrees so that the bins take equally long. Pure.
 """
 
 from bisect import bisect_left, insort
@@ -39,11 +39,11 @@ class _Subtree:
 def fill_bins(
     lengths: Sequence[int], num_shared: Sequence[int], *, capacity: int
 ) -> list[list[int]]:
-    """The rows of each bin, ascending; bins in the order of their first rows.
+    """Return the rows of each bin, ascending; bins in the order of their first rows.
 
-    `lengths`: tokens of the rows, in sorted order. `num_shared`: for each row the
-    length of the prefix that it shares with the row before it; 0 for the first. A row
-    longer than `capacity` has a bin of its own.
+    `lengths` are the rows' tokens, in sorted order. `num_shared` is, for each row, the
+    length of the prefix that it shares with the previous row; 0 for the first. A row
+    longer than `capacity` gets a separate bin.
     """
     open_subtrees = [_Subtree(depth=0)]  # each within the one before it
     for row, length in enumerate(lengths):
@@ -71,7 +71,7 @@ def fill_bins(
 
 
 def _combined(subtree: _Subtree, capacity: int) -> list[_Bundle]:
-    """The subtree's bundles, put together as far as they fit."""
+    """Combine the subtree's bundles as far as they fit."""
     if len(subtree.bundles) == 1:
         return subtree.bundles
     depth = subtree.depth
@@ -111,11 +111,12 @@ def even_bins(
     capacity: int,
     work: Callable[[int, int], float],
 ) -> list[list[int]]:
-    """As many bins of about equal work, or those given where the units do not fit so.
+    """Return as many bins of about equal work, or the given ones if the units do not
+    fit that way.
 
-    `bins`, `lengths`, `num_shared` and `capacity`: of `fill_bins`. `work`: of a row
-    (its place) after so many tokens of it. The costliest unit left goes into the bin
-    with the least work that has room for it.
+    `bins`, `lengths`, `num_shared` and `capacity` are those of `fill_bins`. `work` is
+    that of a row (by its position) after a number of its tokens. The costliest
+    remaining unit goes into the bin with the least work that has room for it.
     """
     if len(bins) < 2:
         return list(bins)
@@ -149,7 +150,7 @@ def _units(
     common: int,
     work: Callable[[int, int], float],
 ) -> list[_Unit]:
-    """Of a bin, whose rows ascend."""
+    """Return the units of a bin, whose rows ascend."""
     units: list[_Unit] = []
     for index, row in enumerate(rows):
         start = common

@@ -1,11 +1,11 @@
-"""Which tokens a grammar let the engine sample, computed again from the grammar and the
+"""Tokens that a grammar let the engine sample, recomputed from the grammar and the
 sampled ids.
 
 An engine under a grammar samples from the softmax over the tokens that the grammar
-allows at that place, and returns the log-probs of that distribution. A grammar is
-deterministic: XGrammar with the same grammar, the same tokenizer and the same ids
-allows the same tokens here as it did in the engine. So a sample carries the grammar's
-text, not a set of tokens per place.
+allows at that position, and returns the log-probs of that distribution. A grammar is
+deterministic: XGrammar with the same grammar, tokenizer and ids allows the same tokens
+here as in the engine. So a sample carries the grammar's text, not a set of tokens per
+position.
 """
 
 import json
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """The masks of one model folder. XGrammar and the tokenizer are loaded with the
-    first grammar."""
+    """Masks of one model folder. XGrammar and the tokenizer are loaded with the first
+    grammar."""
 
     def __init__(self, model_path: Path | str, vocab_size: int) -> None:
         self._model_path = Path(model_path)
         self._vocab_size = vocab_size
 
     def rows(self, samples: Iterable[TrainSample]) -> list[Row]:
-        """One row per sample: its trained tokens are wanted, each among the tokens that
-        its grammar allowed.
+        """Make one row per sample: its trained tokens are wanted, each among the tokens
+        that its grammar allowed.
 
         Raises TrainError for a token that its grammar does not allow.
         """
@@ -69,8 +69,8 @@ class GrammarMasks:
         return rows
 
     def allowed(self, span: GrammarSpan, ids_T: NDArray[np.int32]) -> list[bytes]:
-        """For each of the ids, all sampled under the span's grammar: the tokens that
-        the grammar allowed, one bit per token of the vocabulary, the lowest bit first.
+        """Return, for each of the ids, all sampled under the span's grammar, the
+        allowed tokens: one bit per token of the vocabulary, the lowest bit first.
 
         Raises TrainError for an id that the grammar does not allow.
         """
@@ -91,7 +91,7 @@ class GrammarMasks:
         return masks
 
     def _compiled(self, grammar: str) -> "xgrammar.CompiledGrammar":
-        """The compiler caches what it has compiled."""
+        """Compile a grammar. The compiler caches its results."""
         sampling_parameter: dict[str, str] = json.loads(grammar)
         if "json_schema" in sampling_parameter:
             schema = sampling_parameter["json_schema"]
@@ -100,7 +100,7 @@ class GrammarMasks:
 
     @cached_property
     def _compiler(self) -> "xgrammar.GrammarCompiler":
-        """Built as SGLang builds its own: the model's end tokens end a reply."""
+        """Compiler built like SGLang's: the model's end tokens end a reply."""
         import xgrammar
         from transformers import AutoTokenizer
 
@@ -112,7 +112,7 @@ class GrammarMasks:
         return xgrammar.GrammarCompiler(tokenizer_info)
 
     def _end_ids(self) -> set[int]:
-        """The end tokens that the model folder names."""
+        """Return the end tokens that the model folder names."""
         end_ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             file = self._model_path / name

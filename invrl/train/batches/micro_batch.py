@@ -1,4 +1,4 @@
-"""A packed micro-batch: what the model computes at once, and the rows that it was
+"""A packed micro-batch, which the model computes in one pass, and the rows that it was
 packed from.
 
 Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of
@@ -15,27 +15,27 @@ from invrl.types.batches import TrainSample
 from invrl.types.routed_experts import unknown_expert
 
 UNKNOWN_EXPERT = -1
-"""In the place of recorded experts: there is no record, and the router chooses."""
+"""Replaces recorded experts: there is no record, and the router chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """A sequence, and the tokens in it whose log-prob is wanted."""
+    """A sequence, and its tokens whose log-prob is wanted."""
 
     tokens_T: NDArray[np.int32]
     wanted_N: NDArray[np.int64]
     """Positions of the wanted tokens, ascending, each >= 1."""
     temperature: float
     allowed_N: tuple[bytes | None, ...] = ()
-    """For each wanted token, the tokens that its grammar allowed: one bit per token of
-    the vocabulary, the lowest bit first; None means the whole vocabulary. Empty: the
-    whole vocabulary for all of them."""
+    """Tokens that the grammar of each wanted token allowed: one bit per token of the
+    vocabulary, the lowest bit first; None means the whole vocabulary. Empty: the whole
+    vocabulary for all of them."""
     experts_TLK: NDArray[np.int16] | None = None
-    """The experts that each token is sent to, `UNKNOWN_EXPERT` where that is not known.
-    None: of no token."""
+    """Experts that each token is sent to, `UNKNOWN_EXPERT` where not known. None: of no
+    token."""
     candidates_NK: NDArray[np.int32] | None = None
-    """More tokens whose log-probs are wanted in the place of each wanted token;
-    `NO_TOKEN` where there is none. None: nowhere."""
+    """Further tokens whose log-probs are wanted at each wanted token; `NO_TOKEN` where
+    there is none. None: nowhere."""
 
     @property
     def num_computed(self) -> int:
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
-    """One row per sample; its trained tokens are the wanted ones."""
+    """Make one row per sample; its trained tokens are the wanted ones."""
     rows: list[Row] = []
     for sample in samples:
         wanted_N = np.flatnonzero(sample.loss_mask_T)
@@ -62,7 +62,7 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
 
 
 def replayed_experts(sample: TrainSample) -> NDArray[np.int16] | None:
-    """The experts of a sample's tokens, as in `Row`."""
+    """Return the experts of a sample's tokens, as in `Row`."""
     recorded_TLK = sample.experts_TLK
     if recorded_TLK is None:
         return None
@@ -86,17 +86,17 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OldRouting:
-    """The experts that computed a micro-batch's tokens in the pass for the old
-    log-probs, in each layer of the model, and the router's scores of them. Known of the
-    layers and tokens that this rank routes."""
+    """Experts that computed a micro-batch's tokens in the pass for the old log-probs,
+    in each layer of the model, and the router's scores of them. Known for the layers
+    and tokens that this rank routes."""
 
     experts_PLK: NDArray[np.int16]
-    """`UNKNOWN_EXPERT` where they are not known."""
+    """`UNKNOWN_EXPERT` where not known."""
     scores_PLK: NDArray[np.float32]
-    """Logarithms of shares of all experts' scores; 0 where they are not known."""
+    """Logarithms of shares of all experts' scores; 0 where not known."""
 
     def padded_to(self, num_tokens: int) -> "OldRouting":
-        """Of so many tokens; of those that are added nothing is known."""
+        """Pad to this number of tokens; the added ones are unknown."""
         more = ((0, num_tokens - len(self.experts_PLK)), (0, 0), (0, 0))
         return OldRouting(
             experts_PLK=np.pad(self.experts_PLK, more, constant_values=UNKNOWN_EXPERT),
@@ -106,51 +106,49 @@ class OldRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and
-    the rows of logits that predict them."""
+    """Packed tokens, wanted tokens (row by row, in the order of `rows`), and the rows
+    of logits that predict them."""
 
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
     blocks: tuple[AttentionBlock, ...]
     ends_P: NDArray[np.int64]
-    """The tokens that see a packed token are those from its own place to this one,
-    which is not of them: the token and what descends from it."""
+    """End (exclusive) of the tokens that see a packed token, which begin at its own
+    place: the token and its descendants."""
     rows_P: NDArray[np.int64]
-    """How many rows have the packed token: more than one in a shared prefix, none in
-    what only fills up."""
+    """Number of rows that have the packed token: more than one in a shared prefix, none
+    in padding."""
     project_U: NDArray[np.int64]
     """Places of the packed tokens whose output is projected to logits, ascending. A
-    place is there once per temperature and set of allowed tokens."""
+    place occurs once per temperature and set of allowed tokens."""
     temperature_U: NDArray[np.float32]
     restricted_M: NDArray[np.int64]
     """Indices of the rows of logits whose vocabulary a grammar restricts."""
     allowed_MW: NDArray[np.uint8]
-    """The tokens that each of them allows, as bits (the lowest first)."""
+    """Tokens that each of them allows, as bits (the lowest first)."""
     projection_N: NDArray[np.int64]
     """Index of the row of logits that predicts each wanted token."""
     targets_N: NDArray[np.int64]
-    """Ids of the wanted tokens."""
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, positions of its wanted tokens)."""
     experts_PLK: NDArray[np.int16] | None = None
     """The K experts that each token is sent to in each layer of the model, by an
-    earlier pass's choice; `UNKNOWN_EXPERT` where that is unknown. None: the routers
-    choose."""
+    earlier pass's choice; `UNKNOWN_EXPERT` where unknown. None: the routers choose."""
     candidates_NK: NDArray[np.int64] | None = None
-    """As in `Row`, row by row."""
+    """Candidates of `Row`, row by row."""
     old_routing: "OldRouting | None" = None
     """None: nothing is compared with the old policy's routers."""
 
     @property
     def num_unrecorded(self) -> int:
-        """Tokens whose experts are unknown in all layers."""
+        """Number of tokens whose experts are unknown in all layers."""
         if self.experts_PLK is None:
             return len(self.tokens_P)
         return int((self.experts_PLK == UNKNOWN_EXPERT).all(axis=(1, 2)).sum())
 
     def padded_to(self, num_tokens: int) -> "MicroBatch":
-        """With so many packed tokens in all. Those that are added are a tree of their
-        own, of which nothing is wanted."""
+        """Pad to this number of packed tokens. The added ones are a separate tree
+        without wanted tokens."""
         start = len(self.tokens_P)
         num_more = num_tokens - start
         if num_more == 0:
@@ -176,8 +174,7 @@ class MicroBatch:
         )
 
     def with_projections(self, is_kept_U: NDArray[np.bool_]) -> "MicroBatch":
-        """With these rows of logits and no others, and the wanted tokens that they
-        predict."""
+        """Select these rows of logits, and the wanted tokens that they predict."""
         number_U = np.cumsum(is_kept_U) - 1
         is_kept_M = is_kept_U[self.restricted_M]
         is_kept_N = is_kept_U[self.projection_N]
@@ -202,7 +199,7 @@ class MicroBatch:
         )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """The values [N] of the wanted tokens, from one array [T] per row."""
+        """Return the values [N] of the wanted tokens, from one array [T] per row."""
         picked = [np.empty(0, np.float32)]
         for row_index, wanted_N in self.rows:
             picked.append(arrays[row_index][wanted_N])
@@ -211,7 +208,7 @@ class MicroBatch:
     def place(
         self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]
     ) -> None:
-        """The inverse of `pick`: writes the values into one array [T] per row."""
+        """Invert `pick`: write the values into one array [T] per row."""
         start = 0
         for row_index, wanted_N in self.rows:
             end = start + len(wanted_N)

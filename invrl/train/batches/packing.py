@@ -1,17 +1,16 @@
-"""Packing: training rows become micro-batches in which a shared prefix is computed
-once.
+"""Packing: rows become micro-batches in which a shared prefix is computed once.
 
 When rows are sorted by their tokens, sequences that share a prefix are neighbours. One
 pass over the sorted rows of a micro-batch therefore lays out a prefix trie: each row
-adds only the tokens after its longest common prefix with the row before it. The rows
+adds only the tokens after its longest common prefix with the previous row. The rows
 that share their first token form a tree, and a token attends only to its own ancestors,
-at its own depth, so the result is what each row alone would give. The last trained
+at its own depth, so the result is the same as for each row alone. The last trained
 token of a row is only predicted; neither it nor the tokens after it are computed at
 all.
 
-Which rows come together is decided in `bin_packing.py`. Memory follows the number of
-packed tokens, which is bounded. One row of logits serves every trained token that comes
-after the same tokens at the same temperature. Pure numpy.
+`bin_packing.py` decides which rows come together. Memory follows the number of packed
+tokens, which is bounded. One row of logits serves every trained token that comes after
+the same tokens at the same temperature. Pure numpy.
 """
 
 from collections.abc import Sequence
@@ -32,9 +31,8 @@ from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.types.top_logprobs import NO_TOKEN
 
 DENSE_TREE_TOKENS = 256
-"""A branching tree of at most this many tokens is one attention call under a mask of
-tokens^2. A larger tree is one block per branch, over the branch's ancestors and the
-branch itself."""
+"""Largest branching tree that is one attention call under a mask of tokens^2. A larger
+tree is one block per branch, over the branch's ancestors and the branch itself."""
 
 
 def pack(
@@ -44,13 +42,13 @@ def pack(
     share_prefixes: bool,
     cost: ComputeCost = UNKNOWN_MODEL,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds,
-    and evened by their cost. `cost`: of the model's forward pass.
+    """Pack rows into micro-batches of at most `max_tokens` packed tokens, as few as
+    `fill_bins` finds, and evened by their cost. `cost` is of the model's forward pass.
 
-    A row that needs more stands alone. Rows in which nothing is wanted are left out.
-    There is at least one micro-batch: a rank without data takes part in the step with
-    an empty one. The result depends on nothing but the arguments, so ranks that are
-    given the same rows make the same micro-batches.
+    A row that needs more stands alone. Rows without a wanted token are left out. There
+    is at least one micro-batch: a rank without data takes part in the step with an
+    empty one. The result depends only on the arguments, so ranks with the same rows
+    make the same micro-batches.
     """
     order = [index for index, row in enumerate(rows) if row.num_computed]
     num_shared = [0] * len(order)
@@ -77,13 +75,13 @@ def pack(
 
 
 def token_order_key(tokens_T: NDArray[np.int32]) -> bytes:
-    """A sort key that orders rows by their tokens: ids are not negative, so byte order
-    is token order."""
+    """Return a sort key that orders rows by their tokens: ids are not negative, so byte
+    order is token order."""
     return tokens_T.astype(">u4").tobytes()
 
 
 def common_prefix(a_T: NDArray[np.integer], b_T: NDArray[np.integer]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = min(len(a_T), len(b_T))
     if length == 0:
         return 0
@@ -108,10 +106,10 @@ class _PlacedRow:
     """A row in the layout."""
 
     index: int
-    """Of the row among those that were to be packed."""
+    """Index of the row among those to pack."""
     row: Row
     num_shared: int
-    """Length of the prefix that the row shares with the row before it."""
+    """Length of the prefix that the row shares with the previous one."""
     places_T: NDArray[np.int64]
     """Places of the row's computed tokens: those of the shared prefix, then new
     ones."""
@@ -133,7 +131,7 @@ class _Layout:
         one)."""
 
     def add(self, index: int, row: Row) -> None:
-        """Lays out the next row."""
+        """Lay out the next row."""
         tokens_T = row.tokens_T[: row.num_computed]
         num_shared = 0
         if self._share_prefixes:
@@ -154,7 +152,7 @@ class _Layout:
             self._num_tokens = end
 
     def micro_batch(self) -> MicroBatch:
-        """The finished micro-batch."""
+        """Return the finished micro-batch."""
         rows = [placed.row for placed in self._rows]
         num_wanted = [len(row.wanted_N) for row in rows]
         tokens: list[NDArray[np.int32]] = []
@@ -212,17 +210,17 @@ class _Layout:
         )
 
     def _ends(self) -> NDArray[np.int64]:
-        """Rows are laid out depth first, so the descendants of a token are the tokens
-        after it until a row leaves its path."""
+        """Return `ends_P`. Rows are laid out depth first, so the descendants of a token
+        are the tokens after it until a row leaves its path."""
         ends_P = np.full(self._num_tokens, self._num_tokens)
         for places, end in self._ended:
             ends_P[places] = end
         return ends_P
 
     def _experts(self) -> NDArray[np.int16] | None:
-        """The experts of the packed tokens. Rows that share a prefix were computed
-        apart in the engine, and may have been sent to other experts there. The first
-        row that knows a token's experts decides."""
+        """Return the experts of the packed tokens. Rows that share a prefix were
+        computed separately in the engine, perhaps by other experts. The first row that
+        knows a token's experts decides."""
         experts_PLK = None
         for placed in reversed(self._rows):
             experts_TLK = placed.row.experts_TLK
@@ -239,7 +237,8 @@ class _Layout:
 
 
 def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
-    """Of all wanted tokens; `NO_TOKEN` for the tokens of rows without."""
+    """Return the candidates of all wanted tokens; `NO_TOKEN` for the tokens of rows
+    without."""
     widths = [
         row.candidates_NK.shape[1] for row in rows if row.candidates_NK is not None
     ]
@@ -260,8 +259,8 @@ def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
 def _numbered_masks(
     rows: Sequence[Row],
 ) -> tuple[list[bytes | None], NDArray[np.int64]]:
-    """The distinct masks of the wanted tokens, and for each wanted token [N] the number
-    of its mask."""
+    """Return the distinct masks of the wanted tokens, and for each wanted token [N] the
+    number of its mask."""
     numbers: dict[bytes | None, int] = {}
     numbers_by_row: list[NDArray[np.int64]] = []
     for row in rows:
@@ -277,7 +276,7 @@ def _numbered_masks(
 
 
 def _attention_blocks(tree: list[_Branch]) -> list[AttentionBlock]:
-    """The attention of one tree."""
+    """Return the attention of one tree."""
     start = tree[0].start
     end = tree[-1].end
     if len(tree) > 1 and end - start <= DENSE_TREE_TOKENS:
@@ -294,8 +293,8 @@ def _attention_blocks(tree: list[_Branch]) -> list[AttentionBlock]:
 
 
 def _dense_block(tree: list[_Branch], start: int, end: int) -> AttentionBlock:
-    """A whole tree under one mask: each token sees its ancestors, and its own branch
-    causally."""
+    """Return a whole tree under one mask: each token sees its ancestors, and its own
+    branch causally."""
     mask_QK = np.zeros((end - start, end - start), np.bool_)
     for branch in tree:
         queries = slice(branch.start - start, branch.end - start)

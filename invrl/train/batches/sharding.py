@@ -1,7 +1,7 @@
-"""From a batch to each rank's shard: mini-batches first, then their samples over the
+"""Shards of a batch, one per rank: mini-batches first, then their samples over the
 ranks by cost.
 
-Invariant: what a mini-batch holds, and its loss denominator, do not depend on the
+Invariant: the contents of a mini-batch, and its loss denominator, do not depend on the
 number of ranks. A rank here is a data-parallel replica: all ranks that hold one copy of
 the model work on the same shard. Pure.
 """
@@ -14,7 +14,7 @@ from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.types.batches import TrainBatch, TrainedCounts
 
 Shard = tuple[TrainBatch, ...]
-"""One rank's work: its share of each mini-batch, in order; each mini-batch is one
+"""Work of one rank: its share of each mini-batch, in order; each mini-batch is one
 optimizer step. The share's `counts` are those of the whole mini-batch over all ranks:
 the denominators of its loss."""
 
@@ -22,8 +22,8 @@ the denominators of its loss."""
 def shard_batch(
     batch: TrainBatch, *, ranks: int, steps: int, cost: ComputeCost = UNKNOWN_MODEL
 ) -> list[Shard]:
-    """One shard per data-parallel rank, of at most `steps` mini-batches. `cost`: of the
-    model's forward pass."""
+    """Make one shard per data-parallel rank, of at most `steps` mini-batches. `cost` is
+    of the model's forward pass."""
     shares_by_step = [
         _shares(mini_batch, ranks, cost) for mini_batch in mini_batches(batch, steps)
     ]
@@ -31,7 +31,8 @@ def shard_batch(
 
 
 def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
-    """Whole groups, in order, in at most `steps` parts of about equally many groups.
+    """Return whole groups, in order, in at most `steps` parts of about equally many
+    groups.
 
     With fewer groups than steps there are fewer parts. Parts in which nothing is
     trained are left out.
@@ -54,14 +55,14 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples; `counts` stay those of the whole batch."""
+    """Select these samples; `counts` stay those of the whole batch."""
     samples = tuple(batch.samples[index] for index in indices)
     advantages = tuple(batch.advantages[index] for index in indices)
     return replace(batch, samples=samples, advantages=advantages)
 
 
 def _shares(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[TrainBatch]:
-    """One per rank, of about equal work."""
+    """Return one share per rank, of about equal work."""
     if ranks == 1:
         return [batch]
     return [_select(batch, indices) for indices in balance(batch, ranks, cost)]

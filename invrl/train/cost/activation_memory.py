@@ -1,11 +1,11 @@
-"""What the layers of a rank keep of each token for the backward pass, with and without
-recomputation.
+"""Memory that the layers of a rank keep of each token for the backward pass, with and
+without recomputation.
 
-Bytes, from the model's description. `tests/integration/test_memory.py` compares them
+In bytes, from the model's description. `tests/integration/test_memory.py` compares them
 with real forward passes on a CPU; on an H200 a step of a dense model came within two
-hundredths of them. On a GPU norms, SwiGLU, and what lies between the projection and the
-attention are one kernel each, which keeps its input alone. Imports neither torch nor
-Megatron.
+hundredths of them. On a GPU, norms, SwiGLU, and the operations between the projection
+and the attention are one kernel each, which keeps only its input. Imports neither torch
+nor Megatron.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from invrl.families.model_config import HuggingFaceConfig, LatentAttention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
-    """Bytes that a layer saves of each token, by what saves them."""
+    """Bytes that a layer saves of each token, by the part that saves them."""
 
     layer_input: float
-    """What a recomputed layer keeps."""
+    """Kept by a recomputed layer."""
     core_attention: float
     core_attention_recomputed: float
-    """What is kept in place of `core_attention` where it is recomputed: its inputs and
-    its output, in the dtype of the model."""
+    """Replaces `core_attention` where it is recomputed: its inputs and its output, in
+    the dtype of the model."""
     dense_mlp: float
     shared_experts: float
     routed_experts: float
@@ -45,8 +45,8 @@ class LayerActivations:
         on_cuda: bool,
         context_ranks: int = 1,
     ) -> "LayerActivations":
-        """`item`: bytes of a number in the dtype of the model. `context_ranks`: each
-        has the keys and values of all of them."""
+        """Estimate a layer. `item` is the bytes of a number in the dtype of the model.
+        `context_ranks`: each has the keys and values of all of them."""
         hidden = config.hidden_size
         queries = config.num_attention_heads * config.head_dim
         attention_item = item if on_cuda else 4  # `device.attention_dtype`
@@ -98,8 +98,8 @@ class LayerActivations:
 
 
 def _norm(size: int, item: int, *, on_cuda: bool) -> float:
-    """One number for the row; the result; and its input, on a CPU both in float32,
-    too."""
+    """Return the bytes of one number for the row; the result; and its input, on a CPU
+    both in float32, too."""
     if on_cuda:
         return 2 * item * size + 4
     return 8 * size + item * size + 4
@@ -113,7 +113,8 @@ def _queries_and_keys(
     *,
     on_cuda: bool,
 ) -> float:
-    """From the projection to the attention: what is taken apart, normed and turned."""
+    """Return the bytes from the projection to the attention: the split, normed and
+    rotated parts."""
     if on_cuda:
         return item * (queries + keys_and_values) if config.qk_norm else 0.0
     saved = item * (queries + keys_and_values)
@@ -123,7 +124,8 @@ def _queries_and_keys(
 
 
 def _latent_vectors(shape: LatentAttention, item: int, *, on_cuda: bool) -> float:
-    """The vectors that queries, and keys and values, come from, with their norms."""
+    """Return the bytes of the vectors that queries, and keys and values, come from,
+    with their norms."""
     saved = _norm(shape.key_value_rank, item, on_cuda=on_cuda)
     if shape.query_rank is not None:
         saved += _norm(shape.query_rank, item, on_cuda=on_cuda)
@@ -131,8 +133,8 @@ def _latent_vectors(shape: LatentAttention, item: int, *, on_cuda: bool) -> floa
 
 
 def recomputed_modules(megatron: Mapping[str, object]) -> tuple[str, ...]:
-    """`--megatron-recompute-modules`, which separates them by commas; without it
-    Megatron's default."""
+    """Return `--megatron-recompute-modules`, which is separated by commas; Megatron's
+    default without it."""
     modules = str(megatron.get("recompute_modules") or "core_attn")
     return tuple(name.strip() for name in modules.split(","))
 
@@ -144,13 +146,13 @@ class Recomputation:
     granularity: Literal["", "full", "selective"] = ""
     method: str = "uniform"
     num_layers: int = 1
-    """Of a recomputed unit (uniform), or of those at the start of a chunk that are
-    recomputed (block)."""
+    """Number of layers of a recomputed unit (uniform), or of those at the start of a
+    chunk that are recomputed (block)."""
     modules: tuple[str, ...] = ("core_attn",)
 
     @staticmethod
     def of(megatron: Mapping[str, object]) -> "Recomputation":
-        """From `--megatron-*` options that `megatron_args` has checked."""
+        """Read `--megatron-*` options that `megatron_args` has checked."""
         granularity = megatron.get("recompute_granularity")
         return Recomputation(
             granularity=granularity if granularity in ("full", "selective") else "",
@@ -160,7 +162,7 @@ class Recomputation:
         )
 
     def kept(self, chunk: Sequence[LayerActivations]) -> float:
-        """Bytes that a chunk of layers keeps of each token."""
+        """Return the bytes that a chunk of layers keeps of each token."""
         if self.granularity == "selective":
             return sum(layer.total - self._recomputed(layer) for layer in chunk)
         if self.granularity == "full" and self.method == "uniform":
@@ -171,8 +173,8 @@ class Recomputation:
         return sum(layer.total for layer in chunk)
 
     def backward(self, chunk: Sequence[LayerActivations]) -> float:
-        """Bytes that the backward pass adds for each token: about what the largest
-        layer saves, and with whole layers recomputed those of a unit."""
+        """Return the bytes that the backward pass adds for each token: about what the
+        largest layer saves, and with whole layers recomputed those of a unit."""
         totals = [layer.total for layer in chunk]
         if self.granularity != "full":
             return max(totals)

@@ -1,4 +1,4 @@
-"""What a trainer rank needs of memory, estimated before anything is loaded.
+"""Memory that a trainer rank needs, estimated before anything is loaded.
 
 Weights, gradients and optimizer follow from the number of parameters, activations from
 what the layers save for the backward pass (`activation_memory.py`). On a GPU the
@@ -20,13 +20,12 @@ from invrl.user_code.model_folder import largest_item
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _PROCESS_BYTES = 0.5e9
-"""Python, torch, Megatron and what they allocate for themselves, in a process on a
-CPU."""
+"""Python, torch, Megatron and their own allocations, in a process on a CPU."""
 _HEAP_SHARE = 0.55
-"""Of the memory of a step. Tensors of many sizes come and go, and malloc fills the gaps
-only in part."""
+"""Share of the memory of a step. Tensors of many sizes come and go, and malloc fills
+the gaps only in part."""
 _CUDA_CONTEXT_BYTES = 0.6e9
-"""The CUDA context and the workspaces of its libraries, which are not in torch's own
+"""CUDA context and the workspaces of its libraries, which are not in torch's own
 count."""
 _BLOCK_COPIES = 3
 """A block's logits, their softmax, and their gradient in the dtype of the model."""
@@ -37,27 +36,27 @@ class MemoryEstimate:
     """Bytes of one rank at its peak."""
 
     weights: float
-    """Those of the critic too, and of the frozen reference, if they stay where the
+    """Including those of the critic and of the frozen reference, if they stay where the
     model's are."""
     gradients: float
-    """Float32 sums, and what is not yet added to them: the gradient of the vocabulary's
-    weight, or that of a layer's experts if that is more."""
+    """Float32 sums, and the gradient not yet added to them: that of the vocabulary's
+    weight, or that of a layer's experts if that is larger."""
     optimizer: float
     """Float32 master weights and two moments. Ranks with equal weights may hold a part
     each."""
     step: float
-    """What a step adds: activations and logits; or, if that is more, what the frozen
-    reference's pass or loading a checkpoint adds."""
+    """Added by a step: activations and logits; or, if that is more, by the frozen
+    reference's pass or by loading a checkpoint."""
     heap: float
-    """On a CPU: free memory between the tensors of a step, which malloc has and cannot
+    """Free memory between the tensors of a step on a CPU, which malloc holds and cannot
     use."""
     staging: float
-    """Weights that are staged for engines in the same memory: both slots, on the rank
-    that sends."""
+    """Weights staged for engines in the same memory: both slots, on the rank that
+    sends."""
     copy: float
-    """On a CPU: of a checkpoint that is written beside training, on the first of the
-    ranks with equal weights. The rank that collects the model has it for Hugging Face
-    too."""
+    """Copy of a checkpoint that is written during training, on a CPU, on the first of
+    the ranks with equal weights. The rank that collects the model also has it for
+    Hugging Face."""
     process: float
 
     @property
@@ -74,31 +73,29 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """What the estimate follows from. The model's folder is read once, by `of`."""
+    """Inputs of the estimate. The model's folder is read once, by `of`."""
 
     train: TrainConfig
     config: HuggingFaceConfig
     size: ModelSize
     frozen_models: int
-    """The reference and the teacher, as far as the trainer computes them."""
+    """Number of references and teachers that the trainer computes."""
     reference_moves: bool
-    """Its weights are saved with a checkpoint."""
+    """Whether its weights are saved with a checkpoint."""
     reference_is_averaged: bool
-    """It is kept in float32."""
     has_critic: bool
-    """A second model of the same shape is trained, without a projection to the
+    """Whether a second model of the same shape is trained, without a projection to the
     vocabulary."""
     compares_routers: bool
-    """With those of the old policy."""
     served_dtype: str
     file_item: int
     """Bytes of a number in the folder's files."""
     recomputation: Recomputation
     copies_checkpoints: bool
-    """Whether checkpoints are written beside training, from a copy."""
+    """Whether checkpoints are written during training, from a copy."""
     on_cuda: bool
     arena_on_gpu: bool
-    """Weights are staged in the memory of the first rank's GPU."""
+    """Whether weights are staged in the memory of the first rank's GPU."""
 
     @staticmethod
     def of(
@@ -116,8 +113,8 @@ class MemoryBudget:
         on_cuda: bool,
         arena_on_gpu: bool = False,
     ) -> "MemoryBudget":
-        """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*`
-        options."""
+        """Read the budget of a folder that has passed `check_model_folder`. `megatron`
+        has the `--megatron-*` options."""
         config = read_hf_config(folder)
         return MemoryBudget(
             train=train,
@@ -137,12 +134,12 @@ class MemoryBudget:
         )
 
     def largest(self, num_tokens: int | None = None) -> MemoryEstimate:
-        """Of the pipeline stage that needs most. `num_tokens`: of the largest
-        micro-batch; None: a full one, all of whose tokens are trained."""
+        """Return the estimate of the pipeline stage that needs most. `num_tokens` is of
+        the largest micro-batch; None: a full one, all of whose tokens are trained."""
         return max(self.stages(num_tokens), key=lambda estimate: estimate.total)
 
     def stages(self, num_tokens: int | None = None) -> list[MemoryEstimate]:
-        """Of a rank of each pipeline stage."""
+        """Return the estimate of a rank of each pipeline stage."""
         num_tokens = num_tokens or self.train.microbatch_tokens
         return [
             self._stage(stage, num_tokens)
@@ -213,8 +210,8 @@ class MemoryBudget:
         )
 
     def _gradient_of_experts(self, stage: int) -> float:
-        """Bytes of the gradient that one product gives for the first projection of all
-        experts of a layer. It has two of their three matrices."""
+        """Return the bytes of the gradient from one product for the first projection of
+        all experts of a layer. It has two of their three matrices."""
         experts = max(
             self.size.experts_by_layer[layer] for layer in self._layers(stage)
         )
@@ -222,9 +219,9 @@ class MemoryBudget:
 
     @property
     def copy_bytes(self) -> float:
-        """Of the copies that all ranks hold together while a checkpoint is written
-        beside training. They are in the memory of the CPU, also where the trainer is on
-        a GPU."""
+        """Bytes of the copies that all ranks hold together while a checkpoint is
+        written during training. They are in the memory of the CPU, also if the trainer
+        is on a GPU."""
         return self.checkpoint_bytes if self.copies_checkpoints else 0.0
 
     @property
@@ -245,8 +242,8 @@ class MemoryBudget:
 
     @property
     def _saved_bytes(self) -> int:
-        """Of a parameter in the trainer's state on disk: its weight, and in float32 its
-        master weight and two moments."""
+        """Bytes of a parameter in the trainer's state on disk: its weight, and in
+        float32 its master weight and two moments."""
         return self._item + 12
 
     @property
@@ -260,7 +257,8 @@ class MemoryBudget:
         return 4 if self.reference_is_averaged else self._item
 
     def _parameters(self, stage: int) -> int:
-        """Of a pipeline stage. The last one has a copy of a tied embedding."""
+        """Count the parameters of a pipeline stage. The last one has a copy of a tied
+        embedding."""
         layout = self.train.layout
         parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
         rest = self.size.total - sum(self.size.by_layer)
@@ -275,7 +273,8 @@ class MemoryBudget:
         return parameters + rest - self.size.vocabulary
 
     def _parameters_of_critic(self, stage: int) -> int:
-        """Of a pipeline stage. Its value head is negligible."""
+        """Count the critic's parameters of a pipeline stage. Its value head is
+        negligible."""
         layout = self.train.layout
         parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
         rest = self.size.total - sum(self.size.by_layer)
@@ -292,16 +291,16 @@ class MemoryBudget:
         return [layer for chunk in chunks for layer in chunk]
 
     def _divided(self, parameters: float, layers: Sequence[int]) -> tuple[float, float]:
-        """The parameters that a rank has of those of its stage: others than experts',
-        and experts'. A tensor-parallel rank has its part of everything but the experts,
-        which it has whole; so are the norms, which are negligible."""
+        """Return the parameters of a rank from those of its stage: non-experts' and
+        experts'. A tensor-parallel rank has its part of everything but the experts,
+        which it has whole, like the negligible norms."""
         layout = self.train.layout
         of_experts = sum(self.size.experts_by_layer[layer] for layer in layers)
         return (parameters - of_experts) / layout.tensor, of_experts / layout.expert
 
     def _reference(self, stage: int) -> "_Reference":
-        """The weights of the frozen models, as `FrozenReference` keeps them. One of
-        them is in a pass."""
+        """Return the weights of the frozen models, as `FrozenReference` keeps them. One
+        of them is in a pass."""
         if not self.frozen_models:
             return _Reference(kept=0.0, in_pass=0.0)
         one = self._one_reference(stage)
@@ -335,7 +334,7 @@ class MemoryBudget:
         return _Reference(kept=whole * self._item, in_pass=0.0)
 
     def _saved(self, stage: int) -> list[list[LayerActivations]]:
-        """Of the layers of each chunk of a stage."""
+        """Return the saved activations of the layers of each chunk of a stage."""
         layout = self.train.layout
         return [
             [
@@ -352,8 +351,8 @@ class MemoryBudget:
         ]
 
     def _activations(self, stage: int, num_tokens: int) -> float:
-        """Bytes. The backward pass of a layer needs about as much again as the layer
-        saved."""
+        """Return the bytes of activations. The backward pass of a layer needs about as
+        much again as the layer saved."""
         layout = self.train.layout
         chunks = self._saved(stage)
         kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(
@@ -366,7 +365,7 @@ class MemoryBudget:
         return a_token * num_tokens / (layout.tensor * layout.context)
 
     def _forward_only(self, stage: int, num_tokens: int) -> float:
-        """Bytes of a pass without gradient: one layer's."""
+        """Return the bytes of a pass without gradient: one layer's."""
         largest = max(layer.total for chunk in self._saved(stage) for layer in chunk)
         return (
             largest
@@ -375,9 +374,10 @@ class MemoryBudget:
         )
 
     def _routes(self, stage: int) -> float:
-        """Bytes of a token's replayed experts: int16 for all layers, and int64 for each
-        layer with experts once what is replayed and once what the router chose. The old
-        policy's, with which routers are compared, are the same with float32 scores."""
+        """Return the bytes of a token's replayed experts: int16 for all layers, and
+        int64 for each layer with experts, once for the replayed and once for the
+        router's choice. The old policy's, with which routers are compared, are the same
+        with float32 scores."""
         experts = self.config.experts
         if experts is None:
             return 0.0
@@ -393,9 +393,9 @@ class MemoryBudget:
         return experts.chosen * an_expert
 
     def _logits(self, num_tokens: float) -> float:
-        """Of a micro-batch whose tokens are all projected: the logits that are kept,
-        the block of the moment, and the projected hidden states with their gradient in
-        float32."""
+        """Return the bytes for a micro-batch whose tokens are all projected: the kept
+        logits, the current block, and the projected hidden states with their gradient
+        in float32."""
         size = self.size
         num_tokens /= self.train.layout.context
         vocabulary = size.vocabulary_size / self.train.layout.tensor
@@ -409,17 +409,17 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """Bytes of the frozen reference's weights in the memory that the estimate is of."""
+    """Bytes of the frozen reference's weights in the estimated memory."""
 
     kept: float
     in_pass: float
-    """What its pass brings there; 0: nothing that is not there already."""
+    """Added there by its pass; 0: nothing new."""
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at once, if there are enough of
-    them: those that it has sent on and that have not come back (1F1B, or Megatron's
-    interleaved schedule of chunks)."""
+    """Return the number of micro-batches whose activations a stage keeps at the same
+    time, if there are enough of them: those that it has sent on and that have not come
+    back (1F1B, or Megatron's interleaved schedule of chunks)."""
     stages_after = layout.pipeline - stage - 1
     if layout.virtual_pipeline == 1:
         return stages_after + 1

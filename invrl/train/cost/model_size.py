@@ -1,4 +1,4 @@
-"""How many parameters a model has, and what a token costs: from its folder, before
+"""Numbers of parameters of a model, and the cost of a token: from its folder, before
 anything is loaded.
 
 Counted from the shapes in the model's safetensors files, so that it holds for every
@@ -16,8 +16,8 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.user_code.model_folder import tensor_shapes
 
 _UNKNOWN_ATTENTION_TOKENS = 4096
-"""Context at which a token's attention costs as much as the rest of a model of which
-nothing is known."""
+"""Context at which a token's attention costs as much as the rest of an unknown
+model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +26,17 @@ class ModelSize:
 
     total: int
     vocabulary: int
-    """Of one matrix [vocabulary, hidden]: the embedding, and the projection to
-    logits."""
+    """One matrix [vocabulary, hidden]: the embedding, and the projection to logits."""
     vocabulary_size: int
     layers: int
     """Everything but embedding and projection."""
     by_layer: tuple[int, ...]
-    """Of each decoder layer."""
     experts_by_layer: tuple[int, ...]
-    """Those of each decoder layer that belong to one of its experts (shared ones do not
-    count)."""
+    """Parameters of each decoder layer that belong to one of its experts (not the
+    shared ones)."""
     active: float
-    """Those of `layers` that compute one token: of a layer's experts, the share that is
-    chosen."""
+    """Parameters of `layers` that compute one token: of a layer's experts, the chosen
+    share."""
 
     @staticmethod
     def of(folder: Path, config: HuggingFaceConfig) -> "ModelSize":
@@ -74,7 +72,7 @@ class ModelSize:
 
 
 def _by_layer(counts: Mapping[str, int], config: HuggingFaceConfig) -> tuple[int, ...]:
-    """Sums, from the numbers of parameters by tensor."""
+    """Sum the numbers of parameters by tensor into those by layer."""
     return tuple(
         sum(count for name, count in counts.items() if f".layers.{layer}." in name)
         for layer in range(config.num_hidden_layers)
@@ -87,18 +85,18 @@ class ComputeCost:
     for all fields."""
 
     token: float = 1.0
-    """Of a token in the layers, attention to others not counted."""
+    """One token in the layers, without attention to others."""
     pairs: tuple[tuple[int | None, float], ...] = (
         (None, 1 / _UNKNOWN_ATTENTION_TOKENS),
     )
     """(window of attention or None, work of one query with one key over all layers that
     have it)."""
     projection: float = 0.0
-    """Of one row of logits."""
+    """One row of logits."""
 
     @staticmethod
     def of_model(folder: Path) -> "ComputeCost":
-        """In floating-point operations, from a folder that has passed
+        """Estimate floating-point operations, from a folder that has passed
         `check_model_folder`."""
         config = read_hf_config(folder)
         size = ModelSize.of(folder, config)
@@ -116,7 +114,8 @@ class ComputeCost:
         )
 
     def tokens(self, start: int, end: int) -> float:
-        """Of the tokens [start, end) of a row, given those before them."""
+        """Return the cost of the tokens [start, end) of a row, given those before
+        them."""
         work = self.token * (end - start)
         for window, pair in self.pairs:
             work += pair * _attended(start, end, window)
@@ -124,8 +123,8 @@ class ComputeCost:
 
 
 def _attended(start: int, end: int, window: int | None) -> float:
-    """Keys that the tokens [start, end) of a row attend to, in all; each attends to
-    itself too."""
+    """Count the keys that the tokens [start, end) of a row attend to, including
+    themselves."""
     if window is None or end <= window:
         return (end - start) * (start + end + 1) / 2
     if start >= window:

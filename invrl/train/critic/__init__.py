@@ -1,4 +1,4 @@
-"""The critic: its model and optimizer, and ranks of its own where a run gives it some.
+"""The critic: its model and optimizer, and separate ranks if a run gives it some.
 
 Start with `critic.py`.
 """

@@ -1,4 +1,4 @@
-"""The critic of one rank: a second model with an optimizer of its own, on the policy's
+"""The critic of one rank: a second model with a separate optimizer, on the policy's
 ranks or on others (`critic_rank.py`).
 
 It computes the values of a batch before the batch's first optimizer step, and learns
@@ -41,8 +41,8 @@ from invrl.types.metrics import Mean, Metric, merge
 
 
 def critic_settings(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
-    """The policy's settings with the critic's learning rate, warm-up and bound in their
-    place."""
+    """Return the policy's settings with the critic's learning rate, warm-up and
+    gradient bound."""
     return train.model_copy(
         update={
             "lr": critic.lr,
@@ -57,7 +57,7 @@ def critic_settings(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Targets:
-    """What the critic learns of a mini-batch: one array [T] per sample."""
+    """Targets of the critic for a mini-batch: one array [T] per sample."""
 
     old: Sequence[NDArray[np.float32]]
     """Values before the batch's first optimizer step."""
@@ -68,10 +68,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CriticStep:
-    """What an optimizer step of the critic did."""
+    """Result of an optimizer step of the critic."""
 
     grad_norm: float
-    """0: no step was made. Not finite: neither."""
+    """0 or not finite: no step was made."""
     bad_losses: list[float]
     """Losses on this rank that are not finite."""
     metrics: dict[str, Metric]
@@ -79,7 +79,7 @@ class CriticStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A micro-batch, and what the loss of its values needs: float32 [N] each."""
+    """A micro-batch, and the inputs of its value loss: float32 [N] each."""
 
     micro_batch: MicroBatch
     old_N: torch.Tensor
@@ -92,7 +92,6 @@ class Critic:
     """Values and value steps of one rank."""
 
     models: Sequence[CriticModel]
-    """Its chunks of this rank."""
     chunks: Sequence[DistributedDataParallel]
     """The same, behind Megatron's DDP."""
     optimizer: ChainedOptimizer
@@ -100,23 +99,23 @@ class Critic:
     _: KW_ONLY
     value_clip: float
     warmup_batches: int
-    """In so many of the first batches the critic alone learns."""
+    """Number of first batches in which only the critic learns."""
     batches: int = 0
-    """Trained since the beginning of the run; saved with the weights."""
+    """Batches trained since the beginning of the run; saved with the weights."""
 
     @property
     def learns_alone(self) -> bool:
-        """Whether the next batch is one of the warm-up."""
+        """Whether the next batch is part of the warm-up."""
         return self.batches < self.warmup_batches
 
     def values(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
-        """Of the wanted tokens of each part, under the critic as it is now, 0
-        elsewhere. All 0 on a pipeline stage that is not the last."""
+        """Return the values of the wanted tokens of each part, under the current
+        critic, 0 elsewhere. All 0 on a pipeline stage that is not the last."""
         return forward_pass(self.chunks, packed)
 
     def step(self, packed: Packed, targets: Targets) -> CriticStep:
-        """One optimizer step on a mini-batch. All ranks call it together. A loss that
-        is not finite, on any rank, or such a gradient changes nothing."""
+        """Make one optimizer step on a mini-batch. All ranks call it together. A loss
+        that is not finite, on any rank, or such a gradient changes nothing."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -170,8 +169,8 @@ class Critic:
 def make_critic(
     settings: RankSettings, config: HuggingFaceConfig, options: MegatronOptions
 ) -> Critic:
-    """The critic over a rank's chunks of its own model, with their optimizer. `config`:
-    of the policy."""
+    """Build the critic over a rank's chunks of its own model, with their optimizer.
+    `config` is the policy's."""
     critic = settings.algorithm.critic or CriticConfig.model_validate({})
     train = critic_settings(settings.train, critic)
     chunks = build_critic(

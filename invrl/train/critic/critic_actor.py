@@ -1,4 +1,4 @@
-"""A rank of a critic that has ranks of its own, as a Ray actor."""
+"""A rank of a critic on separate ranks, as a Ray actor."""
 
 from __future__ import annotations
 

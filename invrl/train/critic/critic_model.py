@@ -1,8 +1,8 @@
-"""The critic's model: a decoder like the policy's, which ends in a value instead of a
-vocabulary.
+"""The critic's model: a decoder like the policy's, with a value head instead of a
+vocabulary projection.
 
 The value of a token is a linear function of the hidden state that predicts the token:
-what the rewards from there on will add up to, before the token is known. It is computed
+the expected sum of the rewards from there on, before the token is known. It is computed
 where a log-prob would be, so shared prefixes, packing and every layout of ranks are
 those of the policy. Imported after `device.prepare()`.
 """
@@ -25,8 +25,8 @@ from invrl.train.runtime.device import to_device
 from invrl.train.weights.conversion import load_weights, parameters
 
 VALUE_HEAD = "output_layer.weight"
-"""Its name among the parameters, which is that of a policy's projection: Megatron
-expects one of this name."""
+"""Name of its parameter, which is that of a policy's projection: Megatron expects one
+of this name."""
 
 
 class ValueHead(torch.nn.Module):
@@ -42,8 +42,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
 
     def forward(self, hidden_UH: torch.Tensor) -> torch.Tensor:
-        """Values float32 [U], whatever the dtype of the model: bfloat16 would tell
-        0.700 from 0.703 at best."""
+        """Return values float32 [U], whatever the dtype of the model: bfloat16 would
+        distinguish 0.700 from 0.703 at best."""
         return torch.nn.functional.linear(
             hidden_UH.float(), self.weight.float()
         ).squeeze(1)
@@ -64,7 +64,7 @@ class CriticModel(PolicyModel):
     def _outputs(
         self, hidden: torch.Tensor, share: ContextShare
     ) -> tuple[torch.Tensor, ...]:
-        """Values of the wanted tokens, float32 [N], alone in a tuple."""
+        """Return the values of the wanted tokens, float32 [N], alone in a tuple."""
         target = device.device()
         # All tensor-parallel ranks compute the same values, so each has the whole
         # gradient of them already.
@@ -79,7 +79,7 @@ class CriticModel(PolicyModel):
 
 
 def critic_shape(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """The model without a projection of its own: a folder's is not read."""
+    """Return the model without an untied projection: a folder's is not read."""
     return config.model_copy(update={"tie_word_embeddings": True})
 
 
@@ -90,7 +90,7 @@ def build_critic(
     layout: ParallelLayout,
     options: Mapping[str, Any],
 ) -> list[CriticModel]:
-    """This rank's chunks of the critic with the folder's weights, on its device.
+    """Build this rank's chunks of the critic with the folder's weights, on its device.
     Arguments as for `model.build_model`; `config` is `critic_shape`'s."""
     chunks = build_chunks(CriticModel, config, dtype, layout, options)
     own_parameters = parameters_of(chunks)

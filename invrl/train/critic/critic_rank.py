@@ -1,5 +1,5 @@
-"""A rank of a critic that has ranks of its own: its process group, its share of the
-critic, its weights.
+"""A rank of a critic on separate ranks: its process group, its share of the critic, its
+weights.
 
 The policy's ranks are in another group, so the two never meet in a collective: values
 and returns go through the driver. As in `trainer/train_rank.py`, every rank of the
@@ -42,14 +42,14 @@ class _Valued:
 
 
 class CriticRank(SavingRank):
-    """Raises what `TrainRank` raises. It saves into the critic's own folder, and loads
-    from the whole checkpoint, whose critic may have been on other ranks, its own or the
-    policy's."""
+    """Raises the errors of `TrainRank`. It saves into the critic's own folder, and
+    loads from the whole checkpoint, whose critic may have been on other ranks, its own
+    or the policy's."""
 
     def __init__(
         self, settings: RankSettings, port: int, listener: socket.socket | None
     ) -> None:
-        """As `TrainRank`; rank 0 is the critic's first."""
+        """See `TrainRank`; rank 0 is the critic's first."""
         config = read_hf_config(settings.model_path)
         settings.layout.check(config)
         device.prepare()
@@ -72,8 +72,8 @@ class CriticRank(SavingRank):
         super().__init__(state, state.load_alone)
 
     def values(self, shard: Shard) -> CriticValues:
-        """Of a batch that is to be trained; `learn` follows. All 0 on a pipeline stage
-        that is not the last."""
+        """Return the values of a batch to train; `learn` follows. All 0 on a pipeline
+        stage that is not the last."""
         from invrl.train.model.pipeline_schedule import pack_rows
 
         started = time.monotonic()
@@ -95,8 +95,8 @@ class CriticRank(SavingRank):
         return CriticValues(values=values, learns_alone=self._critic.learns_alone)
 
     def learn(self, returns: ValuesOfShard) -> StepResult:
-        """One optimizer step per mini-batch of the batch that `values` had. Steps that
-        are not finite are counted as the policy's are."""
+        """Make one optimizer step per mini-batch of the batch that `values` had. Steps
+        that are not finite are counted like the policy's."""
         from invrl.train.critic.critic import Targets
         from invrl.train.parallel.process_group import largest_of_ranks
 

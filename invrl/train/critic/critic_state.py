@@ -1,7 +1,7 @@
 """The critic's share of a checkpoint, in the policy's own folder or in one below it.
 
 Invariant: both hold the same under the same names, so a critic that shared the policy's
-ranks goes on on ranks of its own, and the other way round.
+ranks continues on separate ranks, and vice versa.
 """
 
 from pathlib import Path
@@ -30,21 +30,21 @@ class CriticState(SavedState):
         self._trained = Trained(critic.models, critic.optimizer, critic.schedule)
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
-        """What a checkpoint has of the critic."""
+        """Return the critic's part of a checkpoint."""
         state = self._trained.sharded_state(sharding_metadata(), is_loading=is_loading)
         add_prefix_for_sharding(state, "critic.")
         return {"critic": state, "critic_batches": self._critic.batches}
 
     def load(self, path: str) -> None:
-        """`path`: of the whole checkpoint. All ranks of the critic call it together.
-        Raises TrainError if there is no critic in it."""
+        """Load the critic from the whole checkpoint at `path`. All ranks of the critic
+        call it together. Raises TrainError if there is no critic in it."""
         folder = critic_folder(path)
         state: Any = dist_checkpointing.load(self.sharded(is_loading=True), folder)
         self._trained.load(state["critic"])
         self._critic.batches = state["critic_batches"]
 
     def load_alone(self, path: str) -> None:
-        """As `load`, with the random state of a rank that has nothing but the
+        """Load like `load`, with the random state of a rank that has only the
         critic."""
         self.load(path)
         load_random_state(str(Path(path) / CRITIC_FOLDER))
@@ -54,8 +54,8 @@ class CriticState(SavedState):
 
 
 def critic_folder(path: str) -> str:
-    """The folder of a checkpoint that holds its critic. Raises TrainError if there is
-    no checkpoint, or no critic in it."""
+    """Return the folder of a checkpoint that holds its critic. Raises TrainError if
+    there is no checkpoint, or no critic in it."""
     below = str(Path(path) / CRITIC_FOLDER)
     if dist_checkpointing.check_is_distributed_checkpoint(below):
         return below

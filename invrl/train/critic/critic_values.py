@@ -1,5 +1,5 @@
-"""Numbers of a shard's tokens, as they go between the ranks of policy and critic
-through the driver."""
+"""Numbers of a shard's tokens that pass between the ranks of policy and critic through
+the driver."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from invrl.train.batches.sharding import Shard
 
 ValuesOfShard = list[list[NDArray[np.float32]]]
-"""By mini-batch and sample, in the shard's order: [T] each, 0 for tokens that are not
-trained."""
+"""Numbers by mini-batch and sample, in the shard's order: [T] each, 0 for untrained
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CriticValues:
-    """What a critic's rank says of a shard."""
+    """Output of a critic's rank for a shard."""
 
     values: ValuesOfShard
     learns_alone: bool
-    """Whether the policy is to make no step on this batch."""
+    """Whether the policy makes no step on this batch."""
 
 
 def in_order_of(
@@ -28,8 +28,8 @@ def in_order_of(
     other_shards: Sequence[Shard],
     values: Iterable[ValuesOfShard],
 ) -> list[ValuesOfShard]:
-    """The numbers of `other_shards`, one entry each, for `shards`: the same samples,
-    divided in another way."""
+    """Reorder the numbers of `other_shards`, one entry each, for `shards`: the same
+    samples, divided in another way."""
     of_sample: dict[int, NDArray[np.float32]] = {}
     for shard, of_shard in zip(other_shards, values, strict=True):
         for mini_batch, arrays in zip(shard, of_shard, strict=True):

@@ -31,11 +31,12 @@ from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
 
 _MOST_CALLS = 5
-"""Most calls of SDPA that replace a layer's one kernel: four rows, and the padding."""
+"""Maximum number of SDPA calls that replace a layer's one kernel: four rows, and the
+padding."""
 
 
 class RowAttention(Protocol):
-    """The attention of a layer over a packed row, or over this rank's share of it."""
+    """Attention of a layer over a packed row, or over this rank's share of it."""
 
     def attend(
         self,
@@ -45,27 +46,26 @@ class RowAttention(Protocol):
         *,
         scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
-        heads, K, dim] have fewer heads. `scale`: of the products of queries and
-        keys."""
+        """Return the output [1, heads, Q, dim] for queries of that shape; keys and
+        values [1, heads, K, dim] have fewer heads. `scale` multiplies the products of
+        queries and keys."""
         ...
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What the attention layers need to know of a packed row, or of this rank's share
-    of it.
+    """Inputs of the attention layers for a packed row, or for this rank's share of it.
 
     The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary
-    frequencies as they are given.
+    frequencies as given.
     """
 
     attention: Mapping[int | None, RowAttention] = field(default_factory=dict)
-    """By the window of a layer."""
+    """Attention by the window of a layer."""
     turns: Mapping[Rope, Turns] = field(default_factory=dict)
-    """By the rotary positions of a layer."""
+    """Angles by the rotary positions of a layer."""
     routing: Routing | None = None
-    """Which experts the tokens are sent to. None: nothing is replayed or recorded."""
+    """Experts that the tokens are sent to. None: nothing is replayed or recorded."""
 
     @staticmethod
     def of(
@@ -78,9 +78,9 @@ class PackedRow(PackedSeqParams):
         positions: Mapping[Rope, RotaryPositions],
         routing: Routing | None,
     ) -> "PackedRow":
-        """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's
-        attention is one kernel, not a call per block, unless calls are faster.
-        `positions`: the layers' rotary positions."""
+        """Build the inputs. `windows` are those of the model's layers. `in_one_kernel`
+        selects one kernel for a layer's attention instead of a call per block, unless
+        calls are faster. `positions` are the layers' rotary positions."""
         positions_P = to_device(share.positions_Q, target)
         attention: dict[int | None, RowAttention] = {}
         for window in windows:
@@ -109,8 +109,7 @@ def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBl
 
 
 def _suit_flash_attention(blocks: Sequence[AttentionBlock], dtype: torch.dtype) -> bool:
-    """Return whether SDPA computes each of the blocks by its flash kernel, and they are
-    few.
+    """Whether SDPA computes each of the blocks by its flash kernel, and they are few.
 
     Four rows of 4,096 tokens took an H200 0.56 of the time of the one kernel with heads
     of 128 dimensions and 0.87 with 64, measured while other programs used the card.
@@ -130,8 +129,8 @@ class RotarySelfAttention(SelfAttention):
     """Megatron's self-attention over a packed row, with the rotary positions of its
     layer.
 
-    On a GPU one kernel does all that lies between the projection and the attention: it
-    takes queries, keys and values apart, normalises and turns them.
+    On a GPU one kernel does everything between the projection and the attention: it
+    splits queries, keys and values, normalises and rotates them.
     """
 
     def __init__(self, *args: Any, rope: Rope, **options: Any) -> None:
@@ -146,7 +145,8 @@ class RotarySelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output [P, 1, hidden] of hidden states of that shape, and no bias."""
+        """Return the output [P, 1, hidden] of hidden states of that shape, and no
+        bias."""
         assert isinstance(packed_seq_params, PackedRow)
         mixed, _bias = cast(Callable[..., Any], self.linear_qkv)(hidden_states)
         turns = packed_seq_params.turns[self._rope]
@@ -169,7 +169,8 @@ class RotarySelfAttention(SelfAttention):
 
 
 def _norm_weights(*norms: object) -> list[torch.Tensor | None]:
-    """Megatron has an identity in the place of a norm that the model has not."""
+    """Return the weights of norms. Megatron has an identity where the model has no
+    norm."""
     return [norm.weight if isinstance(norm, RmsNorm) else None for norm in norms]
 
 
@@ -185,8 +186,8 @@ def _split_and_turned(
     eps: float,
     is_zero_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [P, 1, heads, head_dim], the first two normed and
-    turned. `mixed`: [P, 1, key heads, dim]: of each group of heads the queries, then
+    """Split queries, keys and values [P, 1, heads, head_dim], the first two normed and
+    rotated. `mixed` is [P, 1, key heads, dim]: of each group of heads the queries, then
     the key, then the value. The weights of norms are None for a model without."""
     query, key, value = mixed.split(
         [mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1
@@ -212,7 +213,7 @@ class TreeAttention(MegatronModule):
         window: int | None,
         **__: Any,
     ) -> None:
-        """`scale`: of the products of queries and keys. `window`: as in
+        """`scale` multiplies the products of queries and keys. `window` is that of
         `LayerAttention`."""
         super().__init__(config=config)
         self._scale = scale
@@ -228,8 +229,8 @@ class TreeAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> torch.Tensor:
-        """Takes [P, 1, heads, head_dim] each, with fewer heads in `key` and `value`;
-        returns [P, 1, heads * head_dim]."""
+        """Attend with [P, 1, heads, head_dim] each, with fewer heads in `key` and
+        `value`; returns [P, 1, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedRow)
         attention = packed_seq_params.attention[self._window]
         dtype = device.attention_dtype(query.dtype)

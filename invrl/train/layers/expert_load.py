@@ -1,5 +1,5 @@
-"""How the tokens of a step were spread over the experts, on all ranks together, and the
-balancing of the experts by a bias of the router.
+"""Load of the experts in a step, on all ranks together, and balancing of the experts by
+a bias of the router.
 
 Balancing without an auxiliary loss: Wang et al. 2024, "Auxiliary-Loss-Free Load
 Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664), algorithm 1; DeepSeek-V3
@@ -19,18 +19,18 @@ from invrl.types.metrics import Max, Mean, Metric, Min
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLoad:
-    """Of the rows of one optimizer step, per layer that has experts."""
+    """Load of the rows of one optimizer step, per layer that has experts."""
 
     tokens_LE: torch.Tensor
     """Tokens that each expert computed, float64. A prefix that rows share counts once
     for each of them."""
     entropy_L: torch.Tensor
-    """Of the router's scores over all experts, in nats, summed over tokens."""
+    """Entropy of the router's scores over all experts, in nats, summed over tokens."""
     chosen: int
-    """Experts that compute a token."""
+    """Number of experts that compute a token."""
 
     def metrics(self) -> dict[str, Metric]:
-        """Load is relative to the mean of the layer's experts; nothing for a step
+        """Return load relative to the mean of the layer's experts; nothing for a step
         without tokens."""
         mean_L = self.tokens_LE.mean(-1)
         if not bool(mean_L.all()):
@@ -50,8 +50,8 @@ class ExpertLoad:
         }
 
     def bias_directions(self) -> torch.Tensor:
-        """[L, E]: 1 for an expert with fewer tokens than the mean of its layer, -1 for
-        one with more. Exact, because the numbers are whole."""
+        """Return [L, E]: 1 for an expert with fewer tokens than the mean of its layer,
+        -1 for one with more. Exact, because the numbers are whole."""
         num_experts = self.tokens_LE.shape[-1]
         return torch.sign(
             self.tokens_LE.sum(-1, keepdim=True) - num_experts * self.tokens_LE
@@ -59,7 +59,7 @@ class ExpertLoad:
 
 
 class ExpertRouters:
-    """The routers of this rank's part of a model with experts."""
+    """Routers of this rank's part of a model with experts."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ExpertRouters:
         *,
         bias_update_rate: float,
     ) -> None:
-        """`bias_update_rate`: above 0 only if the family's routers have a bias."""
+        """`bias_update_rate` is above 0 only if the family's routers have a bias."""
         assert config.experts is not None, f"{config.model_type} has no experts"
         layers = [
             layer
@@ -76,7 +76,7 @@ class ExpertRouters:
             if config.has_experts(layer)
         ]
         self._routers: dict[int, ExpertRouter] = {}
-        """By the place of its layer among all that have experts."""
+        """Routers by the position of their layer among all that have experts."""
         for router in (router for chunk in chunks for router in routers_of(chunk)):
             assert router.layer_number is not None, (
                 "Megatron numbers all layers, from 1"
@@ -91,8 +91,8 @@ class ExpertRouters:
             router.clear()
 
     def load(self) -> ExpertLoad:
-        """Since the last `clear`, of all layers and over all ranks, which call it
-        together."""
+        """Return the load since the last `clear`, of all layers and over all ranks,
+        which call it together."""
         tallies = torch.zeros(
             self._num_layers,
             self._experts.count + 1,
@@ -108,7 +108,7 @@ class ExpertRouters:
         return ExpertLoad(tallies[:, :-1], tallies[:, -1], self._experts.chosen)
 
     def balance(self, load: ExpertLoad) -> None:
-        """Moves the biases by the load of the step that was just made."""
+        """Move the biases by the load of the step that was just made."""
         if self._bias_update_rate == 0.0:
             return
         change_LE = self._bias_update_rate * load.bias_directions()

@@ -1,9 +1,9 @@
 """Megatron's router of experts, with a bias that stays float32 in a model of any dtype,
-and a count of what it chose.
+and a count of its choices.
 
 Megatron converts the whole model to bfloat16 and makes the bias float32 again at its
-first use: by then it is rounded, and what is exported is not what was loaded. Imported
-after `device.prepare()`.
+first use: by then it is rounded, and the exported bias differs from the loaded one.
+Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from invrl.train.runtime import device
 
 
 class ExpertRouter(TopKRouter):
-    """Chooses experts as Megatron does.
+    """Chooses experts like Megatron.
 
     Inside `counting` it adds up, over tokens, how often it chose each expert, and the
     entropy of its scores.
@@ -42,8 +42,8 @@ class ExpertRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits` [P, 1, experts]. Returns the chosen experts' weights and which they
-        are, [P, experts]."""
+        """Return the chosen experts' weights and a mask of them, [P, experts], from
+        `logits` [P, 1, experts]."""
         weights_PE, chosen_PE = super().routing(logits, padding_mask)
         if isinstance(self.router_replay, LayerRouting):
             self.router_replay.note(logits.detach().flatten(0, 1), self.score_function)
@@ -67,7 +67,8 @@ class ExpertRouter(TopKRouter):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> Any:
-        """torch's hook for every conversion of a module (`to`, `bfloat16`, ...)."""
+        """Override torch's hook for every conversion of a module (`to`, `bfloat16`,
+        ...)."""
         bias = self.expert_bias
         module = super()._apply(fn, recurse)
         if bias is not None:
@@ -81,12 +82,12 @@ def routers_of(model: torch.nn.Module) -> list[ExpertRouter]:
 
 @contextmanager
 def counting(routers: Sequence[ExpertRouter], rows_P: torch.Tensor) -> Iterator[None]:
-    """The routers count within the block: each token as often as there are rows that
-    have it, so that the sum depends neither on how rows were packed nor on how ranks
-    divide them.
+    """Let the routers count within the block: each token once for each row that has it,
+    so that the sum depends neither on how rows were packed nor on how ranks divide
+    them.
 
-    `rows_P`: of the tokens that this rank routes. What activation recomputation repeats
-    in the backward pass is outside the block.
+    `rows_P` is of the tokens that this rank routes. Repetitions by activation
+    recomputation in the backward pass are outside of the block.
     """
     for router in routers:
         router._rows_P = rows_P

@@ -1,4 +1,4 @@
-"""The experts of a layer, computed together by products in groups, not one after the
+"""Experts of a layer, computed together by grouped products instead of one after the
 other.
 
 Megatron's own modules for this need packages that the trainer does without
@@ -15,8 +15,8 @@ from invrl.train.layers.grouped_linear import grouped_linear, takes_rows_of
 
 
 class Experts(SequentialMLP):
-    """Computes the function of Megatron's `SequentialMLP`, with the same parameters:
-    each expert has its own. So checkpoints are the same, too."""
+    """Computes the function of Megatron's `SequentialMLP`, with the same parameters for
+    each expert, so checkpoints are the same."""
 
     def forward(
         self,
@@ -24,12 +24,11 @@ class Experts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Outputs [P, hidden], and no bias.
+        """Return outputs [P, hidden], and no bias.
 
-        `permuted_local_hidden_states`: [P, hidden], ordered by expert.
-        `tokens_per_expert`: [E], on the CPU. `permuted_probs`: [P], the weights of the
-        outputs, by which the input of the second projection is multiplied, as in
-        Megatron.
+        `permuted_local_hidden_states` is [P, hidden], ordered by expert.
+        `tokens_per_expert` is [E], on the CPU. `permuted_probs` is [P], the weights of
+        the outputs, which multiply the input of the second projection, as in Megatron.
         """
         dtype = permuted_local_hidden_states.dtype
         if not all(takes_rows_of(length, dtype) for length in self._row_lengths):
@@ -52,7 +51,7 @@ class Experts(SequentialMLP):
 
     @property
     def _row_lengths(self) -> tuple[int, int]:
-        """Of the inputs of the two projections."""
+        """Row lengths of the inputs of the two projections."""
         inner = self.config.moe_ffn_hidden_size
         assert inner is not None, "the model's description has it"
         return self.config.hidden_size, inner
@@ -60,7 +59,7 @@ class Experts(SequentialMLP):
     def named_modules(
         self, *args: Any, **kwargs: Any
     ) -> Generator[tuple[str, torch.nn.Module], None, None]:
-        """In reverse order. Megatron's distributed optimizer lays out parameters from
-        the last to the first. So the experts' weights lie in ascending order at equal
-        distances, and `grouped_linear` does not copy them."""
+        """Yield in reverse order. Megatron's distributed optimizer lays out parameters
+        from the last to the first. So the experts' weights lie in ascending order at
+        equal distances, and `grouped_linear` does not copy them."""
         yield from reversed(list(super().named_modules(*args, **kwargs)))

@@ -2,12 +2,12 @@
 mask.
 
 A packed row is prefix trees in depth-first order, so the tokens that see a token are
-the ones from its own place to the last of its descendants (`MicroBatch.ends_P`). The
-kernel asks that of the pairs in those tiles of the mask that are neither empty nor
-full, and leaves the empty ones out. Queries and keys are padded to whole tiles, so that
-one compiled kernel serves every length; a GPU's micro-batches have whole tiles already.
-torch computes the backward pass on a GPU only; on a CPU `attention.py` has one SDPA
-call per block of the row instead.
+those from its own place to the last of its descendants (`MicroBatch.ends_P`). The
+kernel checks the pairs in tiles of the mask that are neither empty nor full, and skips
+the empty ones. Queries and keys are padded to whole tiles, so that one compiled kernel
+serves every length; a GPU's micro-batches have whole tiles already. torch computes the
+backward pass on a GPU only; on a CPU `attention.py` has one SDPA call per block of the
+row instead.
 """
 
 import functools
@@ -26,25 +26,25 @@ from invrl.train.runtime.device import to_device
 from invrl.train.runtime.kernels import FLEX_TILE
 
 _WHOLE_TILES: Any = {"IS_DIVISIBLE": True}
-"""Lengths are whole tiles, which the compiler cannot know of a length that is not
-fixed. Without this option the kernel compares every index with the length."""
+"""Lengths are whole tiles, which the compiler cannot know for a variable length.
+Without this option the kernel compares every index with the length."""
 _SEES_NOTHING = -1
 _SEEN_BY_NONE = 2**31 - 1
 
 _Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of the indices of batch, head, query and key: whether the query sees the key."""
+"""Whether the query sees the key, by the indices of batch, head, query and key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
-    """What the queries of a rank's tokens see among the keys that it has."""
+    """Keys that the queries of a rank's tokens see."""
 
     mask: BlockMask
 
     @staticmethod
     def of(share: ContextShare, window: int | None, target: torch.device) -> "TreeMask":
-        """`window`: a query sees keys less than so many positions before it; None: all
-        of its ancestors."""
+        """Build the mask. `window`: a query sees keys less than this many positions
+        before it; None: all of its ancestors."""
         micro_batch = share.micro_batch
         keys_K = np.arange(len(micro_batch.tokens_P))
         if share.gathered_P is not None:
@@ -86,9 +86,9 @@ class TreeMask:
         *,
         scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
-        heads, K, dim] have fewer heads. `scale`: of the products of queries and
-        keys."""
+        """Return the output [1, heads, Q, dim] for queries of that shape; keys and
+        values [1, heads, K, dim] have fewer heads. `scale` multiplies the products of
+        queries and keys."""
         num_queries, num_keys = self.mask.seq_lengths
         output = _compiled_attention()(
             _padded(queries, num_queries),
@@ -108,8 +108,8 @@ def _sees(
     end_K: torch.Tensor,
     position_K: torch.Tensor,
 ) -> _Sees:
-    """The window is in a tensor too: torch compiles a number anew whenever it is
-    another one."""
+    """Return the mask function. The window is also in a tensor: torch recompiles for
+    every other number."""
 
     def sees(
         _batch: torch.Tensor,
@@ -128,12 +128,12 @@ def _sees(
 def _tiles(
     share: ContextShare, keys_K: NDArray[np.int64], window: int | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which tiles [rows, columns] may have a pair that is seen, and in which all pairs
-    are seen.
+    """Return which tiles [rows, columns] may have a visible pair, and in which all
+    pairs are visible.
 
     Places of queries ascend, so the queries that see a key, apart from the window, are
-    a range of them. Without a window both answers are exact. With one, a tile may be
-    named that has no such pair.
+    a range of them. Without a window both results are exact. With one, the first may
+    include a tile without such a pair.
     """
     micro_batch = share.micro_batch
     num_rows = _num_tiles(len(share.places_Q))
@@ -170,7 +170,7 @@ def _tiles(
 def _by_tile(
     reduce: np.ufunc, values: NDArray[np.int64], num_tiles: int, *, filler: int
 ) -> NDArray[np.int64]:
-    """`reduce` over the values of each tile, the last of which is filled up."""
+    """Apply `reduce` to the values of each tile, the last of which is filled up."""
     padded = np.full(num_tiles * FLEX_TILE, filler, np.int64)
     padded[: len(values)] = values
     return reduce.reduce(padded.reshape(num_tiles, FLEX_TILE), axis=1)
@@ -179,8 +179,8 @@ def _by_tile(
 def _tiles_by_row(
     is_chosen: NDArray[np.bool_], target: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of tiles [1, 1, rows] how many are chosen, and [1, 1, rows, columns]
-    the columns of these in ascending order, then those of the others."""
+    """Return, for each row of tiles [1, 1, rows], the number of chosen ones, and [1, 1,
+    rows, columns] their columns in ascending order, then those of the others."""
     counts = is_chosen.sum(axis=1, dtype=np.int32)
     columns = (~is_chosen).argsort(axis=1, kind="stable").astype(np.int32)
     return to_device(counts[None, None], target), to_device(columns[None, None], target)
@@ -188,7 +188,7 @@ def _tiles_by_row(
 
 @functools.cache
 def _compiled_attention() -> Callable[..., torch.Tensor]:
-    """Compiled when it is first called, into Triton's kernels on a GPU. On a CPU torch
+    """Compile at the first call, into Triton's kernels on a GPU. On a CPU torch
     computes it from the whole matrix of scores, and without a backward pass: that is
     for tests."""
     return torch.compile(_attend, dynamic=True, backend=device.compiler())
@@ -227,7 +227,7 @@ def _padded_indices(
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, heads, length, dim], with zeros after the tensor's own."""
+    """Return [1, heads, length, dim], padded with zeros."""
     num_missing = length - tensor.shape[2]
     if num_missing == 0:
         return tensor

@@ -1,9 +1,9 @@
-"""Many linear layers of one shape, each over its own rows, as one matrix product in
-groups.
+"""Many linear layers of one shape, each over its own rows, as one grouped matrix
+product.
 
-`torch.nn.functional.grouped_mm` chooses how: in bfloat16 on GPUs of compute capability
-9.0 and 10.0 by one kernel, elsewhere by one product for each group. A group may have
-any number of rows, also none.
+`torch.nn.functional.grouped_mm` chooses the implementation: in bfloat16 on GPUs of
+compute capability 9.0 and 10.0 one kernel, elsewhere one product for each group. A
+group may have any number of rows, including none.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ import torch
 from torch.nn.functional import grouped_mm
 
 _ALIGNMENT = 16
-"""In bytes, of the matrices and their rows that `grouped_mm` takes."""
+"""Alignment in bytes of the matrices and rows that `grouped_mm` takes."""
 
 
 def takes_rows_of(length: int, dtype: torch.dtype) -> bool:
-    """Whether inputs and outputs of `grouped_linear` may be so long."""
+    """Whether inputs and outputs of `grouped_linear` may have this length."""
     return length * dtype.itemsize % _ALIGNMENT == 0
 
 
 def grouped_linear(
     rows_PI: torch.Tensor, sizes_E: Sequence[int], weights: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """[P, O]: each row times the transposed weight of its group.
+    """Return [P, O]: each row times the transposed weight of its group.
 
-    `sizes_E`: numbers of rows of the groups, which follow each other. `weights`: one
-    [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
-    `takes_rows_of` says which I and O may be.
+    `sizes_E` are the numbers of rows of the groups, which follow each other. `weights`
+    has one [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
+    `takes_rows_of` checks I and O.
     """
     return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
 
@@ -77,14 +77,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Contiguous. A matrix of one row is so whatever its strides are, but torch's
-    kernel looks at them."""
+    """Return a contiguous matrix. A matrix of one row is contiguous with any strides,
+    but torch's kernel checks them."""
     return matrix.contiguous().flatten().view(matrix.shape)
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E, O, I], without gradient. A view if the weights lie in one storage, in order
-    and at equal distances, else a copy."""
+    """Return [E, O, I], without gradient. A view if the weights lie in one storage, in
+    order and at equal distances, else a copy."""
     first = weights[0].detach()
     addresses = [weight.data_ptr() for weight in weights]
     distance = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes

@@ -30,7 +30,7 @@ from invrl.train.runtime import device
 
 class LatentSelfAttention(MultiLatentAttention):
     """Megatron's latent attention with other projections and positions. Its parameters
-    have the names that they have in Megatron's `MLASelfAttention`."""
+    have the names of Megatron's `MLASelfAttention`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LatentSelfAttention(MultiLatentAttention):
         scale: float,
         **options: Any,
     ) -> None:
-        """`scale`: of the products of queries and keys."""
+        """`scale` multiplies the products of queries and keys."""
         super().__init__(
             config, submodules, layer_number, attn_mask_type, "self", **options
         )
@@ -79,7 +79,7 @@ class LatentSelfAttention(MultiLatentAttention):
     def _divided(
         self, linear: ModuleSpec | type, input_size: int, output_size: int
     ) -> torch.nn.Module:
-        """A projection to all heads, which tensor-parallel ranks divide."""
+        """Return a projection to all heads, which tensor-parallel ranks divide."""
         projection = build_module(
             linear,
             input_size,
@@ -102,9 +102,9 @@ class LatentSelfAttention(MultiLatentAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Takes this rank's part of the tokens [., 1, hidden]. Returns queries, keys
-        and values [P, 1, heads, dimensions] of all tokens and this rank's heads, and
-        the vectors that queries and keys come from."""
+        """Return queries, keys and values [P, 1, heads, dimensions] of all tokens and
+        this rank's heads, and the vectors that queries and keys come from, given this
+        rank's part of the tokens [., 1, hidden]."""
         assert isinstance(packed_seq_params, PackedRow)
         turns = packed_seq_params.turns[self._rope]
         shape = self._shape
@@ -146,8 +146,8 @@ class LatentSelfAttention(MultiLatentAttention):
 def turned_neighbours(
     vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Vectors [P, 1, heads, rotary dimensions] of which neighbours are a pair, turned.
-    In what is returned the first numbers of all pairs come first."""
+    """Rotate vectors [P, 1, heads, rotary dimensions] of which neighbours are a pair.
+    In the result the first numbers of all pairs come first."""
     return turned(torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1), cos, sin)
 
 

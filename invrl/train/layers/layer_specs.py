@@ -1,5 +1,5 @@
-"""Megatron's specification of one decoder layer, with what the model's family has
-extra.
+"""Megatron's specification of one decoder layer, with the additions of the model's
+family.
 
 Everything that differs from layer to layer is bound here: window, rotary positions,
 attention scale. Imported after `device.prepare()`.
@@ -33,7 +33,7 @@ from invrl.train.layers.routing_replay import RoutedLayer
 def decoder_layer(
     config: HuggingFaceConfig, transformer: TransformerConfig, layer: int
 ) -> ModuleSpec:
-    """`layer`: its number in the whole model, counted from 0."""
+    """Specify the layer of this number in the whole model, counted from 0."""
     experts = config.experts
     spec = get_gpt_layer_local_spec(
         num_experts=experts.count
@@ -91,7 +91,7 @@ def _specify_latent_attention(
     spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention
 ) -> None:
     spec.module = LatentSelfAttention
-    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does
+    # YaRN's factor applies to the rotated dimensions, not to all: the scale does
     # not have it, but `RotaryPositions`.
     spec.params = spec.params | {
         "shape": shape,
@@ -108,15 +108,15 @@ def _specify_latent_attention(
 
 
 class NormedResidual(RmsNorm):
-    """Adds the normalised output of attention or MLP to the residual: stands in place
-    of Megatron's bias-dropout-add. There is neither bias nor dropout."""
+    """Adds the normalised output of attention or MLP to the residual, instead of
+    Megatron's bias-dropout-add. There is neither bias nor dropout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:  # pyright: ignore
-        """The function that Megatron calls with (output, bias), the residual and a
-        dropout probability."""
+        """Return the function that Megatron calls with (output, bias), the residual and
+        a dropout probability."""
         return self._add
 
     def _add(

@@ -1,4 +1,4 @@
-"""RMS norm as a module of Megatron's local layer spec, in place of its
+"""RMS norm as a module of Megatron's local layer spec, instead of its
 `WrappedTorchNorm`.
 
 Megatron's wrapper refuses sequence parallelism and weights centred at zero. Imported
@@ -15,9 +15,9 @@ from invrl.train.runtime import device
 
 
 class RmsNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight; weight is 1 + the parameter where the
-    configuration centres it at zero. That form is computed in float32, as transformers
-    does it."""
+    """x / sqrt(mean(x^2) + eps) * weight; weight is 1 + the parameter if the
+    configuration centres it at zero. That form is computed in float32, as in
+    transformers."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -41,7 +41,7 @@ class RmsNorm(torch.nn.Module):
 def normed(
     hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, is_zero_centered: bool
 ) -> torch.Tensor:
-    """As `RmsNorm`, over the last dimension."""
+    """Apply `RmsNorm` over the last dimension."""
     if is_zero_centered:
         scale = 1.0 + weight.float()
         return rms_norm(hidden.float(), weight.shape, scale, eps).type_as(hidden)

@@ -1,7 +1,7 @@
-"""Rotary positions: by how much each token's queries and keys are turned.
+"""Rotary positions: rotation angles of each token's queries and keys.
 
-Frequencies are computed in float32 and in the order of operations of transformers, so
-that they are the same numbers: at position 30,000 the last bit of a frequency is a
+Frequencies are computed in float32 and in transformers' order of operations, so that
+they are the same numbers: at position 30,000 the last bit of a frequency is a
 thousandth of a radian.
 """
 
@@ -14,8 +14,8 @@ from invrl.families.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def frequencies(rope: Rope, dim: int) -> torch.Tensor:
-    """Radians per position, float32 [dim / 2], on the CPU. `dim`: rotated dimensions of
-    a head."""
+    """Return radians per position, float32 [dim / 2], on the CPU. `dim` is the rotated
+    dimensions of a head."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / (rope.rope_theta**exponents)
     if isinstance(rope, LinearRope):
@@ -38,15 +38,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RotaryPositions:
-    """Those of some layers: what their angles are computed from, once for all of these
+    """Rotary positions of some layers: the inputs of their angles, shared by these
     layers."""
 
     frequencies_D: torch.Tensor
     """Radians per position, float32."""
     factor: float
-    """By which what is turned is made longer."""
+    """Lengthens the rotated vectors."""
     dtype: torch.dtype
-    """Of queries and keys."""
 
     def turns(self, positions_P: torch.Tensor) -> Turns:
         half_PD = torch.outer(positions_P.float(), self.frequencies_D)
@@ -57,7 +56,7 @@ class RotaryPositions:
 
 
 def turned(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Vectors [P, 1, heads, dim] whose first dimensions are turned, as many as `Turns`
+    """Rotate the first dimensions of vectors [P, 1, heads, dim], as many as `Turns`
     have. A number's pair is half of these dimensions away."""
     rotated_dim = cos.shape[-1]
     first, second = vectors[..., :rotated_dim].chunk(2, dim=-1)
@@ -80,9 +79,9 @@ def _llama3_frequencies(rope: Llama3Rope, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_frequencies(rope: YarnRope, dim: int) -> torch.Tensor:
-    """Dimensions that turn more than `beta_fast` times within the original context keep
-    their frequency. Those that turn less than `beta_slow` times are divided by the
-    factor. A ramp leads from one to the other."""
+    """Scale frequencies. Dimensions that turn more than `beta_fast` times within the
+    original context keep theirs. Those that turn less than `beta_slow` times are
+    divided by the factor. A ramp connects the two."""
     periods = rope.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
     extrapolated = 1.0 / periods
     interpolated = 1.0 / (rope.factor * periods)
@@ -103,7 +102,7 @@ def _yarn_frequencies(rope: YarnRope, dim: int) -> torch.Tensor:
 
 
 def _dimension_of_turns(rope: YarnRope, turns: float, dim: int) -> float:
-    """The dimension that turns so many times within the original context, as a real
-    number."""
+    """Return the dimension that turns this many times within the original context, as a
+    real number."""
     positions_per_turn = rope.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(positions_per_turn) / (2 * math.log(rope.rope_theta))

@@ -7,10 +7,9 @@ The recorded indices decide which experts compute a token. Their weights come fr
 model's router, so gradients flow through it.
 
 The indices travel with the micro-batch to each layer, so a layer that is recomputed in
-the backward pass is given the same ones. So do the scores that the routers gave these
-experts, where an objective asks how far the routers have moved since
-(`algorithms/router_shift.py`), whether or not the experts are replayed. Imported after
-`device.prepare()`.
+the backward pass gets the same ones. So do the routers' scores of these experts, if an
+objective needs the router shift (`algorithms/router_shift.py`), whether or not the
+experts are replayed. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,25 +40,24 @@ experts), [P, K] each."""
 
 @dataclass(slots=True, eq=False)
 class RoutingAgreement:
-    """How often the routers of this rank, left alone, would have chosen the experts
-    that were replayed."""
+    """Agreement of this rank's routers with the replayed experts."""
 
     equal: float | torch.Tensor = 0.0
-    """Pairs of a token and a layer for which they would."""
+    """Pairs of a token and a layer in which they agree."""
     replayed: float | torch.Tensor = 0.0
-    """All pairs whose experts were replayed."""
+    """All pairs with replayed experts."""
 
     def count(
         self, own_PK: torch.Tensor, replayed_PK: torch.Tensor, known_P: torch.Tensor
     ) -> None:
-        """Both rows are sets: their order says nothing."""
+        """Count agreement. Both rows are sets: their order is irrelevant."""
         equal_P = (own_PK.sort(-1).values == replayed_PK.sort(-1).values).all(-1)
         self.equal = self.equal + (equal_P & known_P).sum()
         self.replayed = self.replayed + known_P.sum()
 
     def take(self) -> Mean:
-        """The share of the equal ones in all layers of the model; counting begins anew.
-        All ranks of a replica take part."""
+        """Return the share of the equal ones in all layers of the model, and reset the
+        counts. All ranks of a replica take part."""
         counts = torch.tensor(
             [float(self.equal), float(self.replayed)], dtype=torch.float64
         )
@@ -86,23 +84,22 @@ class ChosenScores:
 
 @dataclass(slots=True, eq=False)
 class LayerRouting:
-    """The routing of one micro-batch in one layer. Stands in place of Megatron's
-    `RouterReplay`."""
+    """Routing of one micro-batch in one layer. Replaces Megatron's `RouterReplay`."""
 
     replayed_PK: torch.Tensor | None
-    """The experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses.
-    None: it always does."""
+    """Experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses. None:
+    it always does."""
     agreement: RoutingAgreement
     old: ChosenScores | None = None
-    """Of the pass for the old log-probs. None: nothing is compared with it."""
+    """Scores of the pass for the old log-probs. None: nothing is compared with it."""
     keeps_scores: bool = False
     """Whether this is that pass."""
     chosen_PK: torch.Tensor | None = None
-    """The experts that computed the tokens, once the layer has run."""
+    """Experts that computed the tokens, once the layer has run."""
     scores_PK: torch.Tensor | None = None
-    """The router's scores of them, if they are kept."""
+    """The router's scores of them, if kept."""
     shift_P: torch.Tensor | None = None
-    """How far the router has moved since `old`."""
+    """Shift of the router since `old`."""
 
     def get_replay_topk(
         self,
@@ -112,8 +109,8 @@ class LayerRouting:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by Megatron's router: the scores [P, K] of the chosen experts, and the
-        experts."""
+        """Return the scores [P, K] of the chosen experts, and the experts. Called by
+        Megatron's router."""
         own_scores, own_PK = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
@@ -130,7 +127,8 @@ class LayerRouting:
         return scores.gather(1, chosen_PK), chosen_PK
 
     def note(self, logits_PE: torch.Tensor, score: str) -> None:
-        """The router's logits, once it has chosen. `score`: its function of them."""
+        """Note the router's logits after its choice. `score` is its function of
+        them."""
         if not self.keeps_scores and self.old is None:
             return
         with torch.no_grad():
@@ -145,20 +143,19 @@ class LayerRouting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """The routing of one micro-batch in all layers."""
+    """Routing of one micro-batch in all layers."""
 
     experts_PLK: torch.Tensor | None
-    """Of this rank's tokens, by the layer's number in the whole model. None: the
-    routers choose."""
+    """Experts of this rank's tokens, by the layer's number in the whole model. None:
+    the routers choose."""
     agreement: RoutingAgreement
     old_experts_PLK: torch.Tensor | None = None
-    """Of this rank's tokens, in the pass for the old log-probs. None: nothing is
+    """Experts of this rank's tokens in the pass for the old log-probs. None: nothing is
     compared with it."""
     old_scores_PLK: torch.Tensor | None = None
     keeps_scores: bool = False
     """Whether this is that pass."""
     layers: dict[int, LayerRouting] = field(default_factory=dict)
-    """Those that have run."""
 
     @staticmethod
     def of(
@@ -184,21 +181,22 @@ class Routing:
 
     @property
     def shift_P(self) -> torch.Tensor | None:
-        """How far the routers of all layers have moved where this rank routes tokens:
-        the mean over the layers. None: nothing was compared."""
+        """Shift of the routers where this rank routes tokens: the mean over the layers.
+        None: nothing was compared."""
         shifts = [
             layer.shift_P for layer in self.layers.values() if layer.shift_P is not None
         ]
         return torch.stack(shifts).mean(0) if shifts else None
 
     def layer(self, number: int) -> LayerRouting:
-        """`number`: of the layer in the whole model, counted from 0."""
+        """Return the routing of the layer of this number in the whole model, counted
+        from 0."""
         replayed_PK = None
         if self.experts_PLK is not None:
             replayed_PK = self.experts_PLK[:, number].long()
         old = None
         if self.old_experts_PLK is not None and self.old_scores_PLK is not None:
-            # Of padding nothing is known, and nobody reads its shift.
+            # Padding has no known routing, and nobody reads its shift.
             experts_PK = self.old_experts_PLK[:, number].long().clamp(min=0)
             old = ChosenScores(experts_PK, self.old_scores_PLK[:, number])
         routing = LayerRouting(
@@ -209,7 +207,7 @@ class Routing:
 
 
 def _routed_places(share: ContextShare) -> NDArray[np.int64]:
-    """Places in the micro-batch of the tokens that this rank's routers see:
+    """Return the places in the micro-batch of the tokens that this rank's routers see:
     tensor-parallel ranks divide those of a share between layers."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -217,7 +215,7 @@ def _routed_places(share: ContextShare) -> NDArray[np.int64]:
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts. It hands its router the routing of the micro-batch."""
+    """A layer with experts. It passes its router the routing of the micro-batch."""
 
     def forward(self, *args: Any, packed_seq_params: Any, **options: Any) -> Any:
         experts: Any = self.mlp
@@ -235,24 +233,22 @@ class RoutingRecorder:
     `recording` block, and their scores."""
 
     num_layers: int
-    """Of the whole model."""
     experts: Experts
     replays: bool
-    """Whether what is recorded is replayed."""
     keeps_scores: bool
-    """Whether later passes are compared with what is recorded."""
+    """Whether later passes are compared with the recorded scores."""
     agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
     _recorded: dict[int, list[Routing]] = field(default_factory=dict)
-    """By the chunk's number: one routing per micro-batch."""
+    """Recorded routings by the chunk's number: one per micro-batch."""
     _is_recording: bool = False
 
     @property
     def records(self) -> bool:
-        """Whether anything is done with what is recorded."""
+        """Whether recorded data is used."""
         return self.replays or self.keeps_scores
 
     def check(self, rows: Iterable[Row]) -> None:
-        """Raises TrainError if the experts of a row are not those of such a model."""
+        """Raise TrainError if the experts of a row are not those of such a model."""
         expected = (self.num_layers, self.experts.chosen)
         for row in rows:
             if row.experts_TLK is None:
@@ -276,7 +272,7 @@ class RoutingRecorder:
             self._is_recording = False
 
     def begin(self, chunk: int, share: ContextShare) -> Routing:
-        """The routing of a forward pass that begins."""
+        """Return the routing of a new forward pass."""
         routing = Routing.of(
             share, self.agreement, keeps_scores=self.keeps_scores and self._is_recording
         )
@@ -285,13 +281,12 @@ class RoutingRecorder:
         return routing
 
     def with_recorded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of the passes that were recorded, with the experts that
-        were chosen in them and their scores, as they are to be replayed and compared.
-        Of layers that other ranks hold, of tokens that other ranks route, and of layers
-        without experts, both are unknown."""
+        """Return the micro-batches of the recorded passes, with the chosen experts and
+        their scores, for replay and comparison. Both are unknown for layers that other
+        ranks hold, tokens that other ranks route, and layers without experts."""
         routed: list[MicroBatch] = []
         for index, micro_batch in enumerate(micro_batches):
-            if not micro_batch.rows:  # one that stands in where there is no data
+            if not micro_batch.rows:  # a placeholder without data
                 routed.append(micro_batch)
                 continue
             layers: dict[int, LayerRouting] = {}

@@ -3,9 +3,9 @@
 SDPA on CPU has a kernel only for queries, keys and values of one size; otherwise it
 keeps all scores, which are quadratic in the row. Latent attention (MLA) has smaller
 values, which are padded. Queries that follow a prefix see all of it, and themselves
-causally. SDPA on CPU has no such mask of its own, so a call has an explicit one and
-takes `QUERY_CHUNK` queries at most. These masks differ in size alone: all of them are
-views of one, so that a long row needs the mask of one call, not one of its square.
+causally. SDPA on CPU has no such mask, so a call has an explicit one and takes
+`QUERY_CHUNK` queries at most. These masks differ only in size: all of them are views of
+one, so that a long row needs the mask of one call, not one of its square.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class AttentionCall:
 
     num_queries: int
     num_keys: int
-    """Of the block's keys, the first so many."""
+    """Number of the block's first keys."""
     bias_QK: torch.Tensor | None
     """0 where a query sees a key, else -inf. None: causal, with as many keys as
     queries."""
@@ -89,10 +89,10 @@ class BlockCalls:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCalls:
-    """The calls of all blocks.
+    """Calls of all blocks.
 
-    The keys of all blocks are gathered at once and then split: if each block took its
-    own slice, each would cost a gradient as long as the whole row.
+    The keys of all blocks are gathered together and then split: separate slices would
+    each cost a gradient as long as the whole row.
     """
 
     keys_K: torch.Tensor | None
@@ -107,8 +107,8 @@ class AttentionCalls:
         target: torch.device,
         dtype: torch.dtype,
     ) -> "AttentionCalls":
-        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is
-        computed; SDPA needs the bias in it."""
+        """Build the calls. `gathered_P` is that of `ContextShare`. `dtype` is the dtype
+        in which attention is computed; SDPA needs the bias in it."""
         keys_by_block = [
             np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
             for block in blocks
@@ -141,9 +141,9 @@ class AttentionCalls:
         *,
         scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
-        heads, K, dim] have fewer heads. `scale`: of the products of queries and
-        keys."""
+        """Return the output [1, heads, Q, dim] for queries of that shape; keys and
+        values [1, heads, K, dim] have fewer heads. `scale` multiplies the products of
+        queries and keys."""
         if self.keys_K is not None:
             keys = keys.index_select(2, self.keys_K)
             values = values.index_select(2, self.keys_K)
@@ -177,7 +177,7 @@ def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """`tensor` with zeros up to `dim` numbers in each vector."""
+    """Pad each vector of `tensor` with zeros to `dim` numbers."""
     missing = dim - tensor.shape[-1]
     return pad(tensor, (0, missing)) if missing else tensor
 
@@ -193,7 +193,8 @@ def _bias(
 def _largest_causal_bias(
     blocks: Sequence[AttentionBlock], target: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """That of as many queries and keys as any call has which follows a prefix."""
+    """Return the bias of as many queries and keys as the largest call that follows a
+    prefix."""
     num_queries = 0
     num_keys = 0
     for block in blocks:
@@ -210,8 +211,8 @@ def _largest_causal_bias(
 def _causal_calls(
     num_queries: int, num_prefix: int, largest_QK: torch.Tensor
 ) -> tuple[AttentionCall, ...]:
-    """Of queries that follow a prefix. The last query of each call sees the last of its
-    keys: the mask is the lower right corner of the largest one."""
+    """Return the calls of queries that follow a prefix. The last query of each call
+    sees the last of its keys: the mask is the lower right corner of the largest one."""
     calls: list[AttentionCall] = []
     for start in range(0, num_queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, num_queries)

@@ -1,5 +1,4 @@
-"""The attention calls of layers in which a token attends only to the last tokens before
-it.
+"""Attention calls of layers in which a token attends only to the last tokens before it.
 
 Pure numpy. A window counts positions, so it is the same for a row in a prefix tree as
 for that row alone.
@@ -13,17 +12,16 @@ from numpy.typing import NDArray
 from invrl.train.batches.micro_batch import AttentionBlock
 
 QUERY_CHUNK = 1024
-"""Queries of one call: bounds its mask, and the keys that only some of its queries
-see."""
+"""Maximum number of queries of one call: bounds its mask, and the keys that only some
+of its queries see."""
 
 
 def windowed(
     blocks: Sequence[AttentionBlock], positions_P: NDArray[np.int64], window: int
 ) -> list[AttentionBlock]:
-    """The same attention, limited to keys less than `window` positions before the
-    query.
+    """Limit attention to keys less than `window` positions before the query.
 
-    A block that no query of which could see further stays as it is.
+    A block without a query that could see further stays unchanged.
     """
     limited: list[AttentionBlock] = []
     for block in blocks:
@@ -49,8 +47,8 @@ def _chunk(
     start: int,
     end: int,
 ) -> AttentionBlock:
-    """The queries [start, end) of the block, without the keys that are too far from all
-    of them."""
+    """Return the queries [start, end) of the block, without the keys that are too far
+    from all of them."""
     own_K = np.arange(block.start, end)
     keys_K = np.concatenate([block.prefix_K, own_K])
     queries_Q = np.arange(start, end)

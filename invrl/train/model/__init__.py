@@ -1,4 +1,4 @@
-"""The policy's model, the schedule that takes rows through it, and its optimizer.
+"""The policy's model, the schedule that runs rows through it, and its optimizer.
 
 Start with `policy_model.py`.
 """

@@ -2,25 +2,24 @@
 and softmax in one.
 
 The logits of a micro-batch never exist as a whole, neither forward nor backward. The
-vocabulary is worked on in blocks: a block of logits is projected, added to each row's
-running softmax, and thrown away. The backward pass projects the block again. Some
-blocks are kept for it, at most half of them and `KEPT_BYTES`, because projecting again
-is a third more work. So memory does not grow with the vocabulary, apart from the weight
-and its gradient.
+vocabulary is processed in blocks: a block of logits is projected, added to each row's
+running softmax, and discarded. The backward pass projects the block again. Some blocks
+are kept for it, at most half of them and `KEPT_BYTES`, because projecting again is a
+third more work. So memory does not grow with the vocabulary, apart from the weight and
+its gradient.
 
 A row of logits may predict several tokens, because rollouts that begin alike share it.
-A token may have K candidates, whose log-probs are wanted in its place: they cost a
-lookup each, in the same blocks. Axes: U rows of logits, N tokens, A all that is asked
-(the N tokens, then their candidates, N + N K), V the vocabulary (or this rank's shard
-of it), H the hidden size, M rows of logits under a grammar, W the tokens of one block.
+A token may have K candidates, whose log-probs are also wanted: they cost a lookup each,
+in the same blocks. Axes: U rows of logits, N tokens, A all targets (the N tokens, then
+their candidates, N + N K), V the vocabulary (or this rank's shard of it), H the hidden
+size, M rows of logits under a grammar, W the tokens of one block.
 
 On CUDA the gradient is not the same to the last bit each time, unless torch's
 deterministic algorithms are on: the terms of tokens that share a row of logits are
-added (`index_add_`) in whatever order the GPU comes to them. On CPU their order is
-fixed.
+added (`index_add_`) in an order that varies on a GPU. On CPU their order is fixed.
 
 On CUDA the softmax of a block is one kernel, and so is its gradient (`device.fused`);
-with a soft cap or a grammar each is the chain of operations that it is on a CPU.
+with a soft cap or a grammar each is the same chain of operations as on a CPU.
 """
 
 from dataclasses import dataclass
@@ -37,13 +36,12 @@ from invrl.train.runtime.logit_blocks import KEPT_BYTES
 from invrl.types.top_logprobs import NO_TOKEN
 
 _FLOOR = -1e30
-"""The logit of a token that cannot be sampled, and the maximum of no logits. Its exp is
-0, and 0 times it is 0, unlike with infinity."""
+"""Logit of a token that cannot be sampled, and the maximum of no logits. Its exp is 0,
+and 0 times it is 0, unlike with infinity."""
 _BLOCK_TOKENS = 512
-"""A block has a multiple of so many tokens, apart from the last. With fewer the
-matrices would be too narrow to be multiplied fast, and a GPU has fast kernels only for
-rows that begin at aligned addresses: with an odd number of tokens an H100 took four
-times as long."""
+"""Divisor of a block's number of tokens, apart from the last. Narrower matrices would
+be multiplied slowly, and a GPU has fast kernels only for rows that begin at aligned
+addresses: with an odd number of tokens an H100 took four times as long."""
 
 
 def projected_logprobs(
@@ -55,15 +53,15 @@ def projected_logprobs(
     group: ProcessGroup | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Log-probs of the micro-batch's wanted tokens, and the entropies in nats of the
-    distributions that they were drawn from, float32 [N] each; and the log-probs of
+    """Return log-probs of the micro-batch's wanted tokens, and the entropies in nats of
+    the distributions that they were drawn from, float32 [N] each; and the log-probs of
     their candidates [N, K], minus infinity where there is none. All have a gradient.
     None: the micro-batch has no candidates.
 
-    The logits are hidden_UH @ weight_VH.T in the dtype of both; what follows is
-    computed in float32 (in float64 for float64). `softcap` c makes a logit x into c *
-    tanh(x / c). Then logits are divided by the row's temperature, and the tokens that a
-    grammar excludes are removed: their probability and gradient are 0.
+    The logits are hidden_UH @ weight_VH.T in the dtype of both; the rest is computed in
+    float32 (in float64 for float64). `softcap` c makes a logit x into c * tanh(x / c).
+    Then logits are divided by the row's temperature, and the tokens that a grammar
+    excludes are removed: their probability and gradient are 0.
 
     Under tensor parallelism `weight_VH` is this rank's shard of the vocabulary, the
     tokens [start, start + V), and `group` are the ranks that hold the others. All of
@@ -94,14 +92,13 @@ def projected_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    """What is asked of the logits, on their device. S are those of the A whose target
-    is in this shard, ascending by target."""
+    """Targets of the logits, on their device. S are those of the A whose target is in
+    this shard, ascending by target."""
 
     temperature_U: torch.Tensor
     row_A: torch.Tensor
     """Row of logits that predicts each of them."""
     num_tokens: int
-    """N."""
     place_S: torch.Tensor
     """Indices among the A."""
     row_S: torch.Tensor
@@ -119,7 +116,7 @@ class _Wanted:
     """Number of each target's place in the logits: equal where tokens share a row and
     are the same."""
     num_kept: int
-    """Of so many blocks, the first ones, the logits are kept for the backward pass."""
+    """Number of first blocks whose logits are kept for the backward pass."""
 
     @staticmethod
     def of(
@@ -180,21 +177,21 @@ class _Wanted:
         )
 
     def places(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column, in the block's logits, of each target in the block."""
+        """Return row and column, in the block's logits, of each target in the block."""
         return self.row_S[block.tokens], self.target_S[
             block.tokens
         ] - block.vocabulary.start
 
     def capped(self, projected_UW: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
-        """A block's logits after the soft cap, to be written over: a copy if the block
-        is kept."""
+        """Return a block's logits after the soft cap, which may be overwritten: a copy
+        if the block is kept."""
         logits_UW = projected_UW.to(self.temperature_U.dtype, copy=is_kept)
         if self.softcap is not None:
             logits_UW.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_UW
 
     def scale_and_restrict(self, logits_UW: torch.Tensor, block: "_Block") -> None:
-        """Temperature and grammar, in place."""
+        """Apply temperature and grammar in place."""
         logits_UW.div_(self.temperature_U[:, None])
         if len(self.restricted_M) == 0:
             return
@@ -215,7 +212,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens of the shard that are projected at once, and which of the S targets are
+    """Tokens of the shard that are projected together, and which of the S targets are
     among them."""
 
     vocabulary: slice
@@ -224,8 +221,8 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class _Softmax:
-    """The softmax of each row over the blocks seen so far, float32 [U] each. Sums count
-    from the row's maximum, which keeps them exact where the logits are large."""
+    """Softmax of each row over the blocks seen so far, float32 [U] each. Sums are
+    relative to the row's maximum, which keeps them exact for large logits."""
 
     max_U: torch.Tensor
     exp_U: torch.Tensor
@@ -234,7 +231,7 @@ class _Softmax:
     """Sum of exp(logit - max) (logit - max)."""
 
     def add(self, logits_UW: torch.Tensor) -> None:
-        """Adds a block of logits."""
+        """Add a block of logits."""
         # One fused kernel. The largest probability is 1 / sum of exp(logit - max).
         probability_UW = logits_UW.softmax(dim=1)
         max_U = logits_UW.amax(dim=1)
@@ -245,7 +242,7 @@ class _Softmax:
         )
 
     def merge(self, block: "_Softmax") -> None:
-        """Adds the softmax of other logits, which then counts from this one's
+        """Add the softmax of other logits, which is then relative to this one's
         maximum."""
         highest_U = torch.maximum(self.max_U, block.max_U)
         self.count_from(highest_U)
@@ -254,7 +251,7 @@ class _Softmax:
         self.weighted_U = self.weighted_U + block.weighted_U
 
     def count_from(self, max_U: torch.Tensor) -> None:
-        """Counts from another maximum, at least as large."""
+        """Make the sums relative to another maximum, at least as large."""
         fall_U = self.max_U - max_U
         factor_U = fall_U.exp()
         self.weighted_U = factor_U * (self.weighted_U + self.exp_U * fall_U)
@@ -262,7 +259,7 @@ class _Softmax:
         self.max_U = max_U
 
     def reduce(self, picked_A: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """Makes this the softmax over the shards of all ranks; returns the picked
+        """Reduce to the softmax over the shards of all ranks, and return the picked
         logits, each from the rank that has it (on the others it is 0)."""
         max_U = self.max_U.clone()
         all_reduce(max_U, ReduceOp.MAX, group)
@@ -276,7 +273,7 @@ class _Softmax:
         return picked_A
 
     def logsum(self) -> torch.Tensor:
-        """Log of the sum of exp(logit)."""
+        """Return the log of the sum of exp(logit)."""
         return self.max_U + self.exp_U.log()
 
     def entropy(self) -> torch.Tensor:
@@ -285,8 +282,7 @@ class _Softmax:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slopes:
-    """What the gradient of a row's logits is computed from, besides the logits: [U]
-    each."""
+    """Inputs of the gradient of a row's logits, in addition to the logits: [U] each."""
 
     logsum_U: torch.Tensor
     entropy_U: torch.Tensor
@@ -343,11 +339,11 @@ class _ProjectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """Of what is asked n of row u, with z = logits / temperature and p =
-        softmax(z[u]), summed:
+        """Return the sum over the targets n of row u, with z = logits / temperature and
+        p = softmax(z[u]):
 
-        d logprob_n / d z[u] = onehot(target_n) - p
-        d entropy_n / d z[u] = -p (log p + entropy_n)
+        d logprob_n / d z[u] = onehot(target_n) - p d entropy_n / d z[u] = -p (log p +
+        entropy_n)
         """
         hidden_UH, weight_VH, logsum_U, entropy_U, *kept = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
@@ -398,8 +394,8 @@ def _gradient(
     *,
     is_kept: bool,
 ) -> torch.Tensor:
-    """The gradient of a block of projected logits, in their dtype. `scale_S`: that of
-    each target's log-prob, over the temperature."""
+    """Return the gradient of a block of projected logits, in their dtype. `scale_S` is
+    that of each target's log-prob, over the temperature."""
     logits_UW = wanted.capped(projected_UW, is_kept=is_kept)
     slope_UW = None
     if wanted.softcap is not None:  # of c * tanh(x / c): 1 - tanh^2
@@ -429,8 +425,8 @@ def _fused_gradient(
     wanted: _Wanted,
     block: _Block,
 ) -> torch.Tensor:
-    """As `_gradient`, where `wanted.is_fused`: of all logits as if none were a target,
-    then again of the targets. So all are rounded once."""
+    """Return the gradient like `_gradient`, where `wanted.is_fused`: of all logits as
+    if none were a target, then again of the targets. So all are rounded once."""
     temperature_U = wanted.temperature_U
     grad_UW = _gradient_without_targets(
         projected_UW,
@@ -464,7 +460,7 @@ def _fused_gradient(
 def _statistics(
     projected_UW: torch.Tensor, temperature_U: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields of `_Softmax` [U] of a block."""
+    """Return the fields of `_Softmax` [U] of a block."""
     logits_UW = projected_UW.to(temperature_U.dtype) / temperature_U[:, None]
     max_U = logits_UW.amax(dim=1)
     fall_UW = logits_UW - max_U[:, None]
@@ -500,7 +496,7 @@ def _slope(
     scale: torch.Tensor,
     entropy_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of logits that are no target. The shapes broadcast."""
+    """Return the gradient of logits that are no target. The shapes broadcast."""
     log_p = projected.to(temperature.dtype) / temperature - logsum
     factor = scale
     if entropy_scale is not None:
@@ -511,14 +507,14 @@ def _slope(
 def _project(
     hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: _Block
 ) -> torch.Tensor:
-    """The block's logits [U, W], in the dtype of the model."""
+    """Return the block's logits [U, W], in the dtype of the model."""
     return torch.mm(hidden_UH, weight_VH[block.vocabulary].T)
 
 
 def _add_product(
     sum_UH: torch.Tensor, grad_UW: torch.Tensor, weight_WH: torch.Tensor
 ) -> None:
-    """Adds grad @ weight in the dtype of the sum, which may be wider."""
+    """Add grad @ weight in the dtype of the sum, which may be wider."""
     if sum_UH.dtype == grad_UW.dtype:
         sum_UH.addmm_(grad_UW, weight_WH)
     else:

@@ -1,5 +1,5 @@
-"""Optimizer steps that were skipped because a loss or the gradient is NaN or infinite:
-how many in a row."""
+"""Optimizer steps that were skipped because a loss or the gradient is NaN or infinite,
+counted in a row."""
 
 import logging
 import math
@@ -14,34 +14,34 @@ logger = logging.getLogger(__name__)
 
 
 def on_host(losses: Sequence[torch.Tensor]) -> list[float]:
-    """The scalars' values. Waits for the device, once for all of them."""
+    """Return the scalars' values. Waits for the device, once for all of them."""
     if not losses:
         return []
     return torch.stack([loss.detach().double() for loss in losses]).tolist()
 
 
 def nonfinite(losses: Sequence[torch.Tensor]) -> list[float]:
-    """Those of the scalars that are NaN or infinite. Waits for the device, once for all
-    of them."""
+    """Return those of the scalars that are NaN or infinite. Waits for the device, once
+    for all of them."""
     return [value for value in on_host(losses) if not math.isfinite(value)]
 
 
 class NonfiniteSteps:
-    """`limit`: the last of so many in a row ends the run."""
+    """Counts skipped steps. The last of `limit` in a row ends the run."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_a_row = 0
 
     def end(self) -> None:
-        """After a step that was finite."""
+        """Reset the count after a finite step."""
         self._in_a_row = 0
 
     def count(
         self, mini_batch: TrainBatch, grad_norm: float, bad_losses: Sequence[float]
     ) -> None:
-        """Logs a step that was skipped, and raises TrainError if it was one too many.
-        `bad_losses`: those of this rank that are not finite."""
+        """Log a skipped step, and raise TrainError if it was one too many. `bad_losses`
+        are those of this rank that are not finite."""
         self._in_a_row += 1
         if bad_losses:
             found = f"a loss of {bad_losses[0]} on this rank"

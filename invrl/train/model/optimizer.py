@@ -51,10 +51,10 @@ class SummedGradients(DistributedDataParallel):
 def distribute(
     chunks: Sequence[PolicyModel], config: TrainConfig, options: MegatronOptions
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
-    """Each chunk of the model behind DDP, whose gradients accumulate in float32, and
-    their optimizer.
+    """Put each chunk of the model behind DDP, whose gradients accumulate in float32,
+    and build their optimizer.
 
-    Here Megatron's DDP and optimizer configurations are set; the user's `--megatron-*`
+    Megatron's DDP and optimizer configurations are set here; the user's `--megatron-*`
     options come last.
     """
     transformer = chunks[0].config
@@ -101,7 +101,8 @@ def distribute(
 def make_schedule(
     optimizer: ChainedOptimizer, config: TrainConfig
 ) -> OptimizerParamScheduler:
-    """Megatron's own learning-rate schedule; call `step(1)` after each optimizer step.
+    """Return Megatron's own learning-rate schedule; call `step(1)` after each optimizer
+    step.
 
     A constant schedule has no end, only its warm-up. Step k of a warm-up of W steps has
     k / (W + 1) of the rate, so no step has a rate of 0, which would waste a batch.
@@ -127,18 +128,18 @@ def make_schedule(
 def _sum_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any
 ) -> None:
-    """Reduces over ranks without dividing: each loss has its global denominator
+    """Reduce over ranks without dividing: each loss has its global denominator
     already."""
     finalize_model_grads(model, None, **rest)
 
 
 def apply_gradients(optimizer: ChainedOptimizer) -> float:
-    """Clips the gradient and makes a step; returns the gradient's norm before clipping,
+    """Clip the gradient and make a step; return the gradient's norm before clipping,
     over all ranks.
 
     A gradient that is not finite makes no step. Neither does one of exactly 0: Adam's
-    momentum and the weight decay would move the weights although the batch says
-    nothing.
+    momentum and the weight decay would move the weights without any signal from the
+    batch.
     """
     with torch.no_grad():
         if optimizer.prepare_grads():  # it overflowed its loss scale
@@ -158,8 +159,8 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
 
 
 def forget_moments(optimizer: ChainedOptimizer) -> None:
-    """Adam's moments and step counts as before its first step. Weights and learning
-    rates stay."""
+    """Reset Adam's moments and step counts to those before its first step. Weights and
+    learning rates stay."""
     for part in optimizer.chained_optimizers:
         adam = cast(torch.optim.Optimizer, part.optimizer)
         for group in adam.param_groups:

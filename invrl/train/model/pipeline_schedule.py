@@ -1,5 +1,5 @@
-"""Packed rows through the chunks of a model, in Megatron's schedule, whatever the
-layout of ranks.
+"""Packed rows in Megatron's schedule over the chunks of a model, for every layout of
+ranks.
 
 Every rank of a replica has the same micro-batches; only the last pipeline stage has the
 model's outputs. Imported after `device.prepare()`.
@@ -37,7 +37,7 @@ class Packed:
 
 
 def micro_batches_of(packed: Sequence[Packed]) -> list[MicroBatch]:
-    """Of all parts, one after the other."""
+    """Concatenate the micro-batches of all parts."""
     return [micro_batch for part in packed for micro_batch in part.micro_batches]
 
 
@@ -48,8 +48,8 @@ def pack_rows(
     layout: ParallelLayout,
     cost: ComputeCost,
 ) -> Packed:
-    """Micro-batches of the rows, as many as the ranks of the layout need to meet in
-    each of them."""
+    """Make micro-batches of the rows, as many as the ranks of the layout need to meet
+    in each of them."""
     micro_batches = pack(
         rows,
         max_tokens=train.microbatch_tokens,
@@ -76,10 +76,9 @@ def run_schedule(
     forward_only: bool,
     progress: StepProgress | None = None,
 ) -> list[Any]:
-    """Megatron's schedule over one item per micro-batch. Returns what the forward
-    step's loss function gives for each of them; nothing on a pipeline stage that is not
-    the last. `progress`: counts the items that this rank's first chunk has begun
-    with."""
+    """Run Megatron's schedule over one item per micro-batch. Returns the results of the
+    forward step's loss function for each of them; nothing on a pipeline stage that is
+    not the last. `progress` counts the items that this rank's first chunk has begun."""
     iterators = [iter(items) for _ in chunks]
     if progress is not None:
         iterators[0] = progress.counted(items, len(items))
@@ -100,8 +99,9 @@ def forward_pass(
     packed: Sequence[Packed],
     progress: StepProgress | None = None,
 ) -> list[SampleNumbers]:
-    """One forward pass over all these rows, without gradient: the first of the model's
-    outputs, for each part. All 0 on a pipeline stage that is not the last."""
+    """Make one forward pass over all these rows, without gradient, and return the first
+    of the model's outputs, for each part. All 0 on a pipeline stage that is not the
+    last."""
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
             chunks,
@@ -124,8 +124,7 @@ def forward_pass(
 def _forward_only(
     micro_batches: Iterator[MicroBatch], model: torch.nn.Module
 ) -> tuple[Any, Any]:
-    """Megatron's forward step where a number for each wanted token is all that is
-    wanted."""
+    """Megatron's forward step if only a number for each wanted token is needed."""
     output = model(next(micro_batches))
     if isinstance(output, torch.Tensor):
         return output, None  # hidden states for the next chunk
@@ -133,5 +132,5 @@ def _forward_only(
 
 
 def _unchanged(output_N: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
-    """What Megatron calls in the place of a loss function."""
+    """Return the output. Megatron calls this instead of a loss function."""
     return output_N

@@ -1,9 +1,9 @@
 """The policy: Megatron's GPTModel from a Hugging Face config, over packed rows.
 
-`PolicyModel.forward` gives log-probs of the wanted tokens. The vocabulary projection is
-computed at the positions that predict a wanted token, and nowhere else. Tensor-parallel
-ranks compute the same micro-batch together and get the same log-probs; context-parallel
-ranks each compute a part of its tokens, and get the log-probs of all. With pipeline
+`PolicyModel.forward` returns log-probs of the wanted tokens. The vocabulary projection
+is computed only at the positions that predict a wanted token. Tensor-parallel ranks
+compute the same micro-batch together and get the same log-probs; context-parallel ranks
+each compute a part of its tokens, and get the log-probs of all. With pipeline
 parallelism a model is one chunk of the layers, or several (virtual stages); only the
 last chunk projects. Megatron's TransformerConfig is set in `transformer_config`, its
 DDP and optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
@@ -64,11 +64,11 @@ class PolicyModel(GPTModel):
     """Whether it ends with a projection to the vocabulary."""
     shape: HuggingFaceConfig
     routing: RoutingRecorder | None = None
-    """Where routing is replayed. The model that is trained has one, its frozen
-    reference has none."""
+    """Set if routing is replayed. The trained model has one, its frozen reference has
+    none."""
 
     def describe(self, shape: HuggingFaceConfig) -> None:
-        """Completes the construction, whose arguments are Megatron's."""
+        """Complete the construction, whose arguments are Megatron's."""
         self.shape = shape
         self._routers = routers_of(self)
         attentions = [
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
         for rope in {attention.rope for attention in attentions}:
             self._positions[rope] = RotaryPositions(
                 frequencies_D=frequencies(rope, shape.rotary_dim).to(device.device()),
-                # YaRN's factor: of plain attention it is in the scale of the scores
+                # YaRN's factor: for plain attention it is in the scale of the scores
                 # (`layers/layer_specs.py`).
                 factor=attention_factor(rope)
                 if shape.latent_attention is not None
@@ -91,11 +91,11 @@ class PolicyModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, ...] | torch.Tensor:
-        """Log-probs and entropies of the wanted tokens, float32 [N] each, the log-probs
-        of their candidates [N, K] and how far the routers have moved where they are
+        """Return log-probs and entropies of the wanted tokens, float32 [N] each, the
+        log-probs of their candidates [N, K] and the router shift where they are
         predicted [N], the last two None where there are none; from a chunk that is not
-        the last the hidden states [Q, 1, hidden] of this rank's tokens, for Megatron's
-        schedule to hand on."""
+        the last the hidden states [Q, 1, hidden] of this rank's tokens, which
+        Megatron's schedule passes on."""
         share = own_share(micro_batch)
         routing = None
         if self.routing is not None:
@@ -106,9 +106,9 @@ class PolicyModel(GPTModel):
         return (*self._outputs(hidden, share), self._router_shift(share, routing))
 
     def _decode(self, share: ContextShare, routing: Routing | None) -> torch.Tensor:
-        """Hidden states [Q, 1, hidden] after this chunk's layers, one row: the second
-        axis is Megatron's batch axis. Each tensor-parallel rank has an equal part of
-        the share's tokens."""
+        """Return hidden states [Q, 1, hidden] after this chunk's layers, one row: the
+        second axis is Megatron's batch axis. Each tensor-parallel rank has an equal
+        part of the share's tokens."""
         attention_dtype = device.attention_dtype(self.config.params_dtype)
         hidden = self._embed(share) if self.pre_process else None
         packed_row = PackedRow.of(
@@ -128,7 +128,8 @@ class PolicyModel(GPTModel):
     def _outputs(
         self, hidden: torch.Tensor, share: ContextShare
     ) -> tuple[torch.Tensor | None, ...]:
-        """As `forward`, from the last hidden states, without the routers."""
+        """Return the results of `forward` from the last hidden states, without the
+        router shift."""
         target = device.device()
         # The gradient of what is gathered is summed over the ranks: each projects onto
         # its own part of the vocabulary.
@@ -159,7 +160,8 @@ class PolicyModel(GPTModel):
     def _router_shift(
         self, share: ContextShare, routing: Routing | None
     ) -> torch.Tensor | None:
-        """As `forward`. A token is predicted where the one before it is routed."""
+        """Return the router shift of `forward`. A token is predicted where the previous
+        one is routed."""
         own_P = None if routing is None else routing.shift_P
         if own_P is None:
             return None
@@ -174,8 +176,8 @@ class PolicyModel(GPTModel):
 
     @contextmanager
     def _counted_experts(self, share: ContextShare) -> Iterator[None]:
-        """In a forward pass that is trained, the routers count the experts that they
-        choose."""
+        """Let the routers count the experts that they choose, in a trained forward
+        pass."""
         if not self._routers or not torch.is_grad_enabled():
             yield
             return
@@ -187,7 +189,7 @@ class PolicyModel(GPTModel):
             yield
 
     def _embed(self, share: ContextShare) -> torch.Tensor:
-        """Embeddings [Q, 1, hidden] of this rank's part of the tokens."""
+        """Return embeddings [Q, 1, hidden] of this rank's part of the tokens."""
         tokens_Q = to_device(share.tokens_Q, device.device())
         positions_Q = to_device(share.positions_Q, device.device())
         hidden = self.embedding(
@@ -200,8 +202,8 @@ class PolicyModel(GPTModel):
         return hidden * torch.tensor(scale).to(hidden)
 
     def _projection_weight(self) -> torch.Tensor:
-        """The weight [V, hidden] whose product with a hidden state is its logits, on
-        this rank's part of the vocabulary."""
+        """Return the weight [V, hidden] whose product with a hidden state is its
+        logits, on this rank's part of the vocabulary."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
@@ -220,10 +222,11 @@ def build_model(
     layout: ParallelLayout,
     options: Mapping[str, Any],
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model with the folder's weights, on its device: one, or
-    with virtual stages several.
+    """Build this rank's chunks of the model with the folder's weights, on its device:
+    one, or with virtual stages several.
 
-    `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
+    `options` are TransformerConfig fields that the user set, checked by
+    `megatron_args`.
     """
     chunks = build_chunks(PolicyModel, config, dtype, layout, options)
     own_parameters = parameters_of(chunks)
@@ -239,7 +242,7 @@ def build_chunks(
     layout: ParallelLayout,
     options: Mapping[str, Any],
 ) -> list[Model]:
-    """This rank's chunks, without weights. Arguments as for `build_model`."""
+    """Build this rank's chunks, without weights. Arguments as for `build_model`."""
     transformer = transformer_config(config, dtype, layout, options)
     num_chunks = transformer.virtual_pipeline_model_parallel_size
     if num_chunks is None:
@@ -256,7 +259,8 @@ def _build_chunk(
     transformer: TransformerConfig,
     number: int | None,
 ) -> Model:
-    """`number`: of the chunk on this stage; None: the stage has one."""
+    """Build one chunk. `number` is that of the chunk on this stage; None: the stage has
+    one."""
     first_layer = get_transformer_layer_offset(transformer, number)
     num_layers = get_num_layers_to_build(transformer, number)
     is_first = parallel_state.is_pipeline_first_stage(
@@ -293,7 +297,7 @@ def transformer_config(
     layout: ParallelLayout,
     options: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Megatron's description of the model.
+    """Return Megatron's description of the model.
 
     It computes the same function as Hugging Face's model, without fused kernels that
     need TransformerEngine or Apex. On a GPU torch compiles SwiGLU and its gradient into
@@ -356,7 +360,7 @@ def transformer_config(
 
 
 def _latent_fields(shape: LatentAttention) -> dict[str, Any]:
-    """What Megatron's description says of latent attention."""
+    """Return Megatron's fields of latent attention."""
     return {
         "multi_latent_attention": True,
         "q_lora_rank": shape.query_rank,
@@ -369,7 +373,7 @@ def _latent_fields(shape: LatentAttention) -> dict[str, Any]:
 
 
 def _expert_fields(config: HuggingFaceConfig, layout: ParallelLayout) -> dict[str, Any]:
-    """What Megatron's description says of experts; empty for a model without."""
+    """Return Megatron's fields of experts; empty for a model without."""
     experts = config.experts
     if experts is None:
         return {}

@@ -1,5 +1,5 @@
-"""The reference, or a teacher: other weights for the one model, which compute in place
-of the trained ones.
+"""The reference, or a teacher: other weights for the one model, which replace the
+trained ones in a pass.
 
 There is no second model. While `in_place` is open, the parameters of the model's chunks
 show the reference's weights, and the trained weights, their gradients and the
@@ -9,8 +9,8 @@ in the layout of the policy.
 It is frozen, unless the settings let it follow the policy; then its weights are saved
 with the checkpoint.
 
-Invariant: outside `in_place`, and after whatever ended it, every parameter shows its
-trained weights. Imported after `device.prepare()`.
+Invariant: outside of `in_place`, however it ended, every parameter shows its trained
+weights. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from invrl.train.runtime import device
 from invrl.train.weights.conversion import read_weights
 
 SAVED_PREFIX = "reference."
-"""Of the names of its weights in a checkpoint."""
+"""Prefix of its weights' names in a checkpoint."""
 Placement = Literal["cpu", "cpu_by_layer", "device"]
-"""As the setting `reference_placement` describes them."""
+"""Values of the setting `reference_placement`."""
 
 
 class FrozenReference:
@@ -46,8 +46,8 @@ class FrozenReference:
         placement: Placement,
         is_averaged: bool = False,
     ) -> None:
-        """`folder`: has the weights, of a model like that of `chunks`. `is_averaged`:
-        they are kept in float32, in which small changes are not lost. Raises TrainError
+        """`folder` has the weights, of a model like that of `chunks`. `is_averaged`
+        keeps them in float32, in which small changes are not lost. Raises TrainError
         unless they fit."""
         own_parameters = parameters_of(chunks)
         weights = {
@@ -64,12 +64,12 @@ class FrozenReference:
                     of_layer[parameter] = exchange.pop(parameter)
                 self._layers.append((layer, _Exchange(of_layer)))
         self._rest = _Exchange(exchange)
-        """What is brought in whole: everything, or what is in no layer."""
+        """Weights exchanged as a whole: everything, or those in no layer."""
 
     def follow(self, share: float) -> None:
-        """Takes this share of the trained weights and keeps the rest of its own; 1: it
-        becomes the policy. Outside of `in_place`. Not for the placement `cpu_by_layer`,
-        which may keep weights in fewer bits.
+        """Move this share towards the trained weights; 1: become the policy. Call it
+        outside of `in_place`. Not for the placement `cpu_by_layer`, which may keep
+        weights in fewer bits.
 
             reference <- (1 - share) reference + share trained
 
@@ -83,9 +83,9 @@ class FrozenReference:
                 weight.lerp_(trained, share)
 
     def saved(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The reference's own tensors for the entries of `model`, Megatron's sharded
-        state of a chunk, by their names there. What is in a checkpoint and no weight is
-        left out."""
+        """Return the reference's own tensors for the entries of `model`, Megatron's
+        sharded state of a chunk, by their names there. Entries of a checkpoint that are
+        no weights are left out."""
         tensors: dict[str, torch.Tensor] = {}
         for name, entry in model.items():
             data = getattr(entry, "data", None)
@@ -94,7 +94,7 @@ class FrozenReference:
         return tensors
 
     def sharded(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """`saved` in the form of `model`, each under its own name behind
+        """Return `saved` in the form of `model`, each under its own name after
         `reference.`."""
         state: dict[str, Any] = {}
         for name, weight in self.saved(model).items():
@@ -110,7 +110,7 @@ class FrozenReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The chunks compute with the reference's weights. For passes without
+        """Let the chunks compute with the reference's weights. For passes without
         gradient."""
         with ExitStack() as stack:
             stack.callback(self._rest.put_back)
@@ -132,7 +132,7 @@ class _Exchange:
     def __init__(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self._weights = weights
         self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While the reference's weights are in."""
+        """Trained weights, while the reference's are in."""
 
     def bring_in(self) -> None:
         for parameter, weight in self._weights.items():
@@ -142,7 +142,7 @@ class _Exchange:
             )
 
     def put_back(self) -> None:
-        """Nothing where the trained weights are in."""
+        """Restore the trained weights; do nothing if they are in."""
         for parameter, trained in self._trained:
             parameter.data = trained
         self._trained.clear()
@@ -154,9 +154,9 @@ def _kept(
     placement: Placement,
     is_averaged: bool,
 ) -> torch.Tensor:
-    """A copy as it is kept between passes. By layer it stays in the dtype of the file,
-    if that is smaller than the model's: no value changes, and the wider copies never
-    exist all at once. `is_averaged`: in float32."""
+    """Copy a tensor as it is kept between passes. By layer it stays in the dtype of the
+    file, if that is smaller than the model's: no value changes, and the wider copies
+    never exist all together. `is_averaged`: in float32."""
     dtype = torch.float32 if is_averaged else parameter.dtype
     if placement == "cpu_by_layer" and tensor.dtype.itemsize < dtype.itemsize:
         dtype = tensor.dtype
@@ -167,5 +167,5 @@ def _kept(
 
 
 def _hook(exchange: Callable[[], None]) -> Callable[..., None]:
-    """A hook of a module, which is called with the module's arguments."""
+    """Return a hook of a module, which is called with the module's arguments."""
     return lambda *_: exchange()

@@ -1,4 +1,4 @@
-"""How far a rank is in its training step: what it computes, and how many micro-batches
+"""Progress of a rank in its training step: what it computes, and how many micro-batches
 of that have begun."""
 
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
-    """`begun` of `planned` micro-batches of the pass over the model that goes on."""
+    """`begun` of `planned` micro-batches of the current pass over the model."""
 
     work: str = ""
     """Such as "gradients"; "" between two steps."""
@@ -18,12 +18,12 @@ class StepPlace:
     planned: int = 0
     """0: not counted."""
     mini_batch: int = 0
-    """From 1; 0: the pass is over all of them."""
+    """Number from 1; 0: the pass is over all of them."""
     mini_batches: int = 0
 
     def __str__(self) -> str:
-        """As "gradients, micro-batch 3 of 12 (mini-batch 1 of 2)"; "" between two
-        steps."""
+        """Format as "gradients, micro-batch 3 of 12 (mini-batch 1 of 2)"; "" between
+        two steps."""
         text = self.work
         if self.work and self.planned:
             text += f", micro-batch {self.begun} of {self.planned}"
@@ -34,7 +34,8 @@ class StepPlace:
 
 @dataclass(slots=True, eq=False)
 class StepProgress:
-    """One thread writes it, others read `place`, which is replaced as a whole."""
+    """Progress that one thread writes and others read: `place` is replaced as a
+    whole."""
 
     place: StepPlace = field(default_factory=StepPlace)
 
@@ -49,11 +50,11 @@ class StepProgress:
         self.begin("")
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.place = StepPlace()
 
     def counted(self, items: Iterable[Item], planned: int) -> Iterator[Item]:
-        """The items of a pass, each of which begins when it is taken."""
+        """Yield the items of a pass, each of which begins when it is taken."""
         self.place = replace(self.place, begun=0, planned=planned)
         for item in items:
             self.place = replace(self.place, begun=self.place.begun + 1)

@@ -17,8 +17,8 @@ from invrl.train.runtime import device
 
 
 def own_share(micro_batch: MicroBatch) -> ContextShare:
-    """This rank's, filled up so that tensor-parallel ranks can divide it and attention
-    has whole tiles."""
+    """Return this rank's share, filled up so that tensor-parallel ranks can divide it
+    and attention has whole tiles."""
     group = _group()
     return ContextShare.of(
         micro_batch,
@@ -33,11 +33,10 @@ def own_share(micro_batch: MicroBatch) -> ContextShare:
 def gather_keys(
     key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [P, 1, heads, dim] of all ranks, rank by rank, from those of each
-    rank's own tokens.
+    """Gather keys and values [P, 1, heads, dim] of all ranks, rank by rank, from those
+    of each rank's own tokens.
 
-    The gradients of what is gathered are summed over the ranks, for each has its own
-    queries.
+    Their gradients are summed over the ranks, for each has its own queries.
     """
     group = _group()
     if group.size() == 1:
@@ -52,12 +51,12 @@ def gather_keys(
 
 
 def gather_wanted(own_S: torch.Tensor, is_own_N: torch.Tensor) -> torch.Tensor:
-    """A number, or a row of them, for each of the wanted tokens [N] on every rank, from
-    those of the S tokens that each rank predicts (`is_own_N`; every token has one
-    rank).
+    """Gather a number, or a row of them, for each of the wanted tokens [N] on every
+    rank, from those of the S tokens that each rank predicts (`is_own_N`; every token
+    has one rank).
 
     Every rank computes the same loss from them, so the gradient of its own numbers is
-    whole, and nothing is summed over ranks on the way back.
+    whole, and nothing is summed over ranks in the backward pass.
     """
     group = _group()
     if group.size() == 1:

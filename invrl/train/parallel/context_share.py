@@ -4,8 +4,8 @@ queries see.
 Every attention block is cut into twice as many pieces as there are ranks, and each rank
 takes one from either end: later queries see more keys, so that first and last together
 cost as much as two in the middle (zigzag, Megatron's order too). Before attention the
-ranks gather the keys and values of all tokens. So prefix trees and windows stay what
-they are, and no row needs a certain length. Pure numpy.
+ranks gather the keys and values of all tokens. So prefix trees and windows stay
+unchanged, and rows of any length work. Pure numpy.
 
 Axes: P tokens of the micro-batch, Q those of this rank, U rows of logits, N wanted
 tokens.
@@ -26,19 +26,19 @@ class ContextShare:
     many tokens."""
 
     micro_batch: MicroBatch
-    """All of it, with the padding."""
+    """Whole micro-batch, with the padding."""
     places_Q: NDArray[np.int64]
     """Places of this rank's tokens, ascending."""
     gathered_P: NDArray[np.int64] | None
-    """Index of each token among those that are gathered, rank by rank. None: one rank
-    has all tokens."""
+    """Index of each token among the gathered ones, rank by rank. None: one rank has all
+    tokens."""
 
     @staticmethod
     def of(
         micro_batch: MicroBatch, *, rank: int, ranks: int, multiple: int
     ) -> "ContextShare":
-        """`multiple`: of which each rank's number of tokens must be one
-        (`device.tokens_multiple`)."""
+        """Return a rank's share. Each rank's number of tokens becomes a multiple of
+        `multiple` (`device.tokens_multiple`)."""
         owner_P = _owners(micro_batch.blocks, ranks)
         num_owned = np.bincount(owner_P, minlength=ranks)
         size = -(-int(num_owned.max()) // multiple) * multiple
@@ -69,8 +69,8 @@ class ContextShare:
         return self.micro_batch.rows_P[self.places_Q]
 
     def own_blocks(self, blocks: Sequence[AttentionBlock]) -> Sequence[AttentionBlock]:
-        """The attention of this rank's queries, in their order. Places are those in the
-        whole micro-batch."""
+        """Return the attention of this rank's queries, in their order. Places are those
+        in the whole micro-batch."""
         if self.gathered_P is None:
             return blocks
         return [own for block in blocks for own in self._own_parts(block)]
@@ -84,8 +84,8 @@ class ContextShare:
                 yield _queries(block, int(run[0]), int(run[-1]) + 1)
 
     def own_projections(self) -> tuple[MicroBatch, NDArray[np.bool_]]:
-        """The micro-batch with the rows of logits that this rank's tokens give and no
-        others, and which of the wanted tokens [N] these predict."""
+        """Return the micro-batch with only the rows of logits of this rank's tokens,
+        and which of the wanted tokens [N] these predict."""
         if self.gathered_P is None:
             return self.micro_batch, np.ones(len(self.micro_batch.targets_N), np.bool_)
         is_own_U = np.isin(self.micro_batch.project_U, self.places_Q)
@@ -94,12 +94,13 @@ class ContextShare:
         ]
 
     def indices_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Index among this rank's tokens of each of these, which must be its own."""
+        """Return the index of each of these places among this rank's tokens. All must
+        be its own."""
         return np.searchsorted(self.places_Q, places)
 
 
 def _owners(blocks: Sequence[AttentionBlock], ranks: int) -> NDArray[np.int64]:
-    """The rank of each token [P]. Blocks tile the packed tokens."""
+    """Return the rank of each token [P]. Blocks tile the packed tokens."""
     owners: list[NDArray[np.int64]] = []
     for block in blocks:
         num_queries = block.end - block.start
@@ -109,7 +110,7 @@ def _owners(blocks: Sequence[AttentionBlock], ranks: int) -> NDArray[np.int64]:
 
 
 def _queries(block: AttentionBlock, start: int, end: int) -> AttentionBlock:
-    """The queries [start, end) of a block alone."""
+    """Return the queries [start, end) of a block alone."""
     prefix_K = np.concatenate([block.prefix_K, np.arange(block.start, start)])
     mask_QK = None
     if block.mask_QK is not None:

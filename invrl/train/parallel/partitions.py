@@ -1,5 +1,5 @@
-"""Which parameters of the model a rank has, under the names that they have in the whole
-model, which of them tensor-parallel ranks divide, and which belong to experts.
+"""A rank's parameters, under their names in the whole model: which of them
+tensor-parallel ranks divide, and which belong to experts.
 
 Imported after `device.prepare()`.
 """
@@ -23,11 +23,11 @@ _HEAD = "output_layer.weight"
 
 
 def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-    """What is saved of a rank's chunks, parameters and buffers, by their names in a
-    model that one rank has.
+    """Return the saved tensors of a rank's chunks, parameters and buffers, by their
+    names in a model on one rank.
 
-    Megatron counts the layers of each chunk and the experts of each rank from 0. Where
-    the embedding is also the head, the last stage has a copy of it, which has the
+    Megatron counts the layers of each chunk and the experts of each rank from 0. If the
+    embedding is also the head, the last stage has a copy of it, which has the
     embedding's name here.
     """
     named: dict[str, torch.Tensor] = {}
@@ -49,7 +49,8 @@ def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
 
 
 def _with_expert_number(name: str, config: TransformerConfig) -> str:
-    """The name of a layer's parameter, with its expert's number in the whole layer."""
+    """Return the name of a layer's parameter, with its expert's number in the whole
+    layer."""
     if config.num_moe_experts is None:
         return name
     experts_of_rank = (
@@ -62,7 +63,7 @@ def _with_expert_number(name: str, config: TransformerConfig) -> str:
 def note_partitions(
     parameters: Mapping[str, torch.Tensor], table: Sequence[Parameter]
 ) -> None:
-    """Sets Megatron's attributes on every divided parameter that lacks them. Call it
+    """Set Megatron's attributes on every divided parameter that lacks them. Call it
     before DDP and the optimizer are built, which read them.
 
     Megatron sets them when it initializes a weight, but every weight here is loaded
@@ -71,7 +72,7 @@ def note_partitions(
     always sets them.)
 
     The gradient of an expert's parameter is summed over the ranks that have this
-    expert, which are others than those that have the rest of the layer. Megatron 0.16.1
+    expert, which differ from those that have the rest of the layer. Megatron 0.16.1
     notes this (`allreduce`) only where ranks divide the experts: where tensor-parallel
     ranks have the same experts, their gradients would not be summed. It is noted here
     for all layouts, so that their optimizers and checkpoints are alike.

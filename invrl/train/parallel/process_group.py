@@ -34,12 +34,13 @@ def any_rank(flag: bool) -> bool:
 
 
 def largest_of_ranks(value: float) -> float:
-    """All ranks call it together."""
+    """Return the largest value of all ranks, which call it together."""
     return _largest(value, None)
 
 
 def largest_of_expert_ranks(value: float) -> float:
-    """The ranks that divide the experts of a layer call it together."""
+    """Return the largest value of the ranks that divide the experts of a layer, which
+    call it together."""
     return _largest(value, parallel_state.get_expert_model_parallel_group())
 
 
@@ -50,9 +51,9 @@ def _largest(value: float, group: Any) -> float:
 
 
 def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The mean of each number over all ranks: its totals over its weights. NaN without
-    any weight. All ranks call it together; those that have the same tokens count them
-    alike."""
+    """Return the mean of each number over all ranks: its totals over its weights. NaN
+    without any weight. All ranks call it together; those that have the same tokens
+    count them alike."""
     sums = torch.tensor(
         [*totals, *weights], dtype=torch.float64, device=device.device()
     )
@@ -61,16 +62,16 @@ def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[fl
 
 
 def sums_of_replicas(values: Sequence[float]) -> list[float]:
-    """The sum of each of these over the data-parallel ranks, in float64. These ranks
-    call it together."""
+    """Sum each of these over the data-parallel ranks, in float64. These ranks call it
+    together."""
     summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group())
     return summed.tolist()
 
 
 def sum_in_order(own: float, ranks: Iterable[int]) -> float:
-    """The sum of what these ranks have, in float64 and in this order, so that it is the
-    same number on every rank, to the last bit. All ranks call it together."""
+    """Sum the values of these ranks, in float64 and in this order, so that the result
+    is the same number on every rank, to the last bit. All ranks call it together."""
     value = torch.tensor([own], dtype=torch.float64, device=device.device())
     values = [
         torch.zeros_like(value) for _ in range(torch.distributed.get_world_size())
@@ -83,8 +84,8 @@ def sum_in_order(own: float, ranks: Iterable[int]) -> float:
 
 
 def gather_of_replicas(own: Item) -> list[Item]:
-    """The objects of all data-parallel ranks, in the order of the ranks, which call it
-    together."""
+    """Return the objects of all data-parallel ranks, in the order of the ranks, which
+    call it together."""
     group = cast(
         torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
     )
@@ -94,8 +95,8 @@ def gather_of_replicas(own: Item) -> list[Item]:
 
 
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:
-    """The rows of all data-parallel ranks, in the order of the ranks, and where this
-    rank's own begin. These ranks call it together."""
+    """Return the rows of all data-parallel ranks, in the order of the ranks, and where
+    this rank's own begin. These ranks call it together."""
     group = cast(
         torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
     )
@@ -107,7 +108,7 @@ def gather_rows(own: RowTable) -> tuple[RowTable, int]:
 def join_process_group(
     settings: RankSettings, port: int, listener: socket.socket | None
 ) -> None:
-    """Joins all ranks into one process group and seeds the random generators.
+    """Join all ranks into one process group and seed the random generators.
 
     `port` is the port on which rank 0 listens; `listener` is rank 0's listening socket
     there and None on the other ranks. Raises torch's error if the other ranks do not

@@ -1,1 +1,2 @@
-"""Parts that ranks of the policy and of a critic share: Ray actor, calls, checkpoint."""
+"""Parts that ranks of the policy and of a critic share: Ray actor, calls,
+checkpoint."""

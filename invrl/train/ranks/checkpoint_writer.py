@@ -3,13 +3,13 @@
 Megatron's own saver copies the optimizer's state, on every rank, into buffers as large
 as the model; copies it out of them again for its writers; and forks a process per file:
 for SmolLM2-135M a trainer of 3.9 GB grew to 8.6 GB. Here a tensor is read from where it
-lives when it is written. Where data-parallel ranks share its state, the parts are
-gathered on the group's first rank for as long as writing takes. The format is
-Megatron's `torch_dist` with its `fully_reshardable` optimizer state. Megatron's own
-loader reads it, into the optimizer's own memory where one rank has all of the state.
+lives when it is written. If data-parallel ranks share its state, the parts are gathered
+on the group's first rank while it is written. The format is Megatron's `torch_dist`
+with its `fully_reshardable` optimizer state. Megatron's own loader reads it, into the
+optimizer's own memory where one rank has all of the state.
 
-Invariant: all ranks gather the same tensors in the same order, also where one rank's
-disk has failed.
+Invariant: all ranks gather the same tensors in the same order, even if one rank's disk
+has failed.
 """
 
 from collections import deque
@@ -55,11 +55,11 @@ from invrl.store.checksummed_file import ChecksummedFile
 from invrl.types.file_entry import FileEntry
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""The states of a parameter: its float32 master weight and Adam's moments."""
+"""States of a parameter: its float32 master weight and Adam's moments."""
 
 Gather = Callable[[], torch.Tensor | None]
-"""Called on all ranks together. Returns the flat tensor on the rank that writes it,
-None on the others."""
+"""Function called on all ranks together. Returns the flat tensor on the rank that
+writes it, None on the others."""
 
 
 class LateTensors:
@@ -67,7 +67,7 @@ class LateTensors:
 
     In the state dict each is represented by a placeholder: a tensor without memory, on
     torch's meta device. Views of a placeholder, and tensors detached from it, share its
-    storage and are recognised by it.
+    storage, by which they are recognised.
     """
 
     def __init__(self) -> None:
@@ -81,15 +81,14 @@ class LateTensors:
         self._placeholders.clear()
 
     def placeholder(self, numel: int, gather: Gather) -> torch.Tensor:
-        """A flat float32 placeholder for the tensor that `gather` returns."""
+        """Return a flat float32 placeholder for the tensor that `gather` returns."""
         tensor = torch.empty(numel, dtype=torch.float32, device="meta")
         self._gathers[_storage_of(tensor)] = gather
         self._placeholders.append(tensor)
         return tensor
 
     def gathers(self) -> list[tuple[int, Gather]]:
-        """(storage of the placeholder, gather), in the order in which the placeholders
-        were made."""
+        """Return (storage of the placeholder, gather), in the order of creation."""
         return list(self._gathers.items())
 
 
@@ -98,7 +97,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def gather_late(optimizer: DistributedOptimizer, late: LateTensors) -> None:
-    """Replaces the method with which this optimizer returns its state for checkpoints.
+    """Replace the method with which this optimizer returns its state for checkpoints.
 
     For saving it then returns placeholders. For loading it returns the optimizer's own
     memory where no other rank shares it, and Megatron's copy otherwise.
@@ -118,7 +117,7 @@ def _sharded_states(
     is_loading: bool,
     metadata: Any,
 ) -> dict[int, dict[str, Any]]:
-    """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`: for each
+    """Replace `DistributedOptimizer.sharded_param_state_fully_reshardable`: for each
     parameter, by its number, its states under the parameter's own sharding."""
     if is_loading and _group(optimizer).size() > 1:
         return megatron_method(model, is_loading, metadata)
@@ -147,15 +146,15 @@ def _sharded_states(
 
 
 def _group(optimizer: Any) -> torch.distributed.ProcessGroup:
-    """The data-parallel ranks that share the state; the group over the CPU where there
-    is one."""
+    """Return the data-parallel ranks that share the state; the group over the CPU if
+    there is one."""
     return optimizer.data_parallel_group_gloo or optimizer.data_parallel_group
 
 
 def _own_part(
     optimizer: Any, parameter: torch.nn.Parameter, state: str
 ) -> torch.Tensor:
-    """This rank's part of one state of one parameter, flat."""
+    """Return this rank's part of one state of one parameter, flat."""
     return (
         optimizer._get_main_param_and_optimizer_states(parameter)[state]
         .detach()
@@ -166,7 +165,7 @@ def _own_part(
 def _gather_state(
     optimizer: Any, buffer: Any, parameter: torch.nn.Parameter, state: str
 ) -> torch.Tensor | None:
-    """One state of one parameter, flat, on the group's first rank; None on the
+    """Return one state of one parameter, flat, on the group's first rank; None on the
     others."""
     group = _group(optimizer)
     shares = _shares(buffer, parameter, group.size())
@@ -193,11 +192,11 @@ def _gather_state(
 def _shares(
     buffer: Any, parameter: torch.nn.Parameter, num_ranks: int
 ) -> list[tuple[int, int]]:
-    """Which elements [start, end) of the flat parameter each rank holds; an empty range
-    for none.
+    """Return the elements [start, end) of the flat parameter that each rank holds; an
+    empty range for none.
 
-    Megatron cuts each bucket of the buffer into equal parts, one per rank, wherever a
-    parameter ends.
+    Megatron cuts each bucket of the buffer into equal parts, one per rank, regardless
+    of parameter boundaries.
     """
     parameter_start, parameter_end, bucket_id = buffer.param_index_map[parameter]
     bucket = buffer.buckets[bucket_id]
@@ -212,19 +211,20 @@ def _shares(
 
 
 class TensorByTensor(TorchDistSaveShardedStrategy):
-    """How `dist_checkpointing.save` writes tensors. `late`: the placeholders in the
-    state dict. `copies`: all that this rank writes is copied when a request is made, so
-    that its work may be done in another thread while training changes the tensors."""
+    """Strategy of `dist_checkpointing.save` for tensors. `late` has the placeholders in
+    the state dict. With `copies`, everything that this rank writes is copied when a
+    request is made, so that its work may be done in another thread while training
+    changes the tensors."""
 
     def __init__(self, late: LateTensors, *, copies: bool) -> None:
         super().__init__("torch_dist", 1)
         self._late = late
         self._copies = copies
         self.written: dict[str, FileEntry] = {}
-        """The file that this rank has written, by its name."""
+        """File written by this rank, by its name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """Returns a request whose work is done in this process when it is executed."""
+        """Return a request whose work is done in this process when it is executed."""
         state_by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -256,7 +256,7 @@ class _Writer(FileSystemWriterAsync):
         self._copied: Iterator[tuple[WriteItem, Any]] | None = None
 
     def copy(self) -> None:
-        """Copies what this rank writes, on all ranks together."""
+        """Copy what this rank writes, on all ranks together."""
         copied = deque((item, _copy(data)) for item, data in self._items())
         # Each copy is freed once it is written.
         self._copied = (copied.popleft() for _ in range(len(copied)))
@@ -274,8 +274,8 @@ class _Writer(FileSystemWriterAsync):
         return self._results
 
     def _items(self) -> Iterator[tuple[WriteItem, Any]]:
-        """What this rank writes: the tensors that it holds, then those that are
-        gathered."""
+        """Yield what this rank writes: the tensors that it holds, then the gathered
+        ones."""
         late_items: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
         for item in self._plan.items:
             data = self._planner.resolve_data(item)
@@ -311,8 +311,8 @@ class _Writer(FileSystemWriterAsync):
 
     @contextmanager
     def _failure_recorded(self) -> Iterator[None]:
-        """Records the first failure as this rank's result instead of raising it: if it
-        were raised, the other ranks would wait for this one in the next gather."""
+        """Record the first failure as this rank's result instead of raising it:
+        otherwise the other ranks would wait for this one in the next gather."""
         try:
             yield
         except Exception as error:
@@ -320,7 +320,7 @@ class _Writer(FileSystemWriterAsync):
                 self._failure = _disk_error(error) or error
 
     def _write(self, stream: Any, name: str, item: WriteItem, data: Any) -> None:
-        """Writes one item; does nothing once something has failed."""
+        """Write one item; do nothing after a failure."""
         if self._failure is not None:
             return
         with self._failure_recorded():
@@ -336,15 +336,15 @@ class _Writer(FileSystemWriterAsync):
 
 
 def _copy(data: Any) -> Any:
-    """A tensor's copy in the CPU's memory. Other data was serialised for this
-    checkpoint alone."""
+    """Copy a tensor to the CPU's memory. Other data was serialised for this checkpoint
+    alone."""
     if not isinstance(data, torch.Tensor):
         return data
     return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """The disk's own error, where torch's writer then failed because bytes were
+    """Return the disk's own error, if torch's writer then failed because bytes were
     missing."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

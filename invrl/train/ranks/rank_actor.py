@@ -1,5 +1,5 @@
-"""What ranks of policy and critic have in common as Ray actors: one worker thread, a
-heartbeat beside it, and checkpoints."""
+"""Common parts of policy and critic ranks as Ray actors: one worker thread, a
+concurrent heartbeat, and checkpoints."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RankActor(ABC, Generic[RankT]):
     """Runs its calls in one worker thread, one at a time, so that `beat` can answer
     meanwhile.
 
-    The model is built by `start`, not by the constructor: creating the actor is quick,
-    and all ranks exist before they wait for each other.
+    `start` builds the model, not the constructor: creating the actor is quick, and all
+    ranks exist before they wait for each other.
     """
 
     role: ClassVar[str]
-    """What the ranks of this group are called in logs."""
+    """Name of this group's ranks in logs."""
 
     def __init__(self, settings: RankSettings) -> None:
         forget_keys()  # the policy loss may be user code
@@ -50,20 +50,20 @@ class RankActor(ABC, Generic[RankT]):
 
     @abstractmethod
     def _make(self, port: int) -> RankT:
-        """The rank, which joins the others."""
+        """Make the rank, which joins the others."""
 
     async def beat(self) -> Pulse:
         return pulse()
 
     async def listen(self) -> int:
-        """On rank 0: opens a free port for the ranks' common store, keeps it open and
-        returns its number."""
+        """Open a free port for the ranks' common store, keep it open and return its
+        number. On rank 0."""
         self._listener = listen(self._settings.master_addr)
         return self._listener.getsockname()[1]
 
     async def start(self, port: int) -> Pulse:
-        """Joins the other ranks and builds the model. `port`: the one on which rank 0
-        listens. Returns which process this is."""
+        """Join the other ranks and build the model. Rank 0 listens on `port`. Returns
+        which process this is."""
         if self._settings.log is not None:
             begin_output(f"{self.role}-rank-{self._settings.rank}", self._settings.log)
         await self._in_worker(self._build, port)
@@ -76,7 +76,7 @@ class RankActor(ABC, Generic[RankT]):
         await self._in_worker(self._rank.copy_checkpoint, path)
 
     async def checkpoint_written(self) -> None:
-        """Waits for what `copy_checkpoint` began, while the worker trains."""
+        """Wait for what `copy_checkpoint` began, while the worker trains."""
         await asyncio.wrap_future(self._rank.state_written)
 
     async def finish_checkpoint(self) -> FileEntries:

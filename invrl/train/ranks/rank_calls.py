@@ -28,24 +28,23 @@ from invrl.host.ray_memory import killed_for_memory
 Answer = TypeVar("Answer")
 
 _DEATH_S = 10.0
-"""How long Ray may take to report a death. Ranks whose collective broke because of it
+"""Time that Ray may take to report a death. Ranks whose collective broke because of it
 report earlier."""
 
 
 class RankCalls:
-    """`actors`: all ranks, by number."""
+    """Calls of all ranks; `actors` has them by number."""
 
     def __init__(
         self, actors: Sequence[ActorHandle[Any]], *, heartbeat_timeout_s: float
     ) -> None:
         self.actors = actors
         self.processes: Mapping[int, Pulse] = {}
-        """By number, once it has started."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
 
     async def watch(self) -> None:
-        """Once all ranks have started. Never returns; raises ServerError that names a
-        rank which does not answer, with the last lines of its log."""
+        """Watch all ranks after their start. Never returns; raises ServerError that
+        names a rank which does not answer, with the last lines of its log."""
         watches = [
             asyncio.create_task(self._watch_rank(number))
             for number in range(len(self.actors))
@@ -70,9 +69,9 @@ class RankCalls:
         calls: Mapping[int, Coroutine[Any, Any, Answer]],
         timeout_s: float,
     ) -> dict[int, Answer]:
-        """The answers of all calls, by number. If one fails, or not all end in time,
-        kills all ranks and raises the cause. The exception is a full disk: where every
-        call ends all the same, raises DiskFullError and the ranks go on."""
+        """Return the results of all calls, by number. If one fails, or not all end in
+        time, kill all ranks and raise the cause. The exception is a full disk: if every
+        call ends nevertheless, raise DiskFullError and keep the ranks."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
             done, pending = await lived_wait(
@@ -117,13 +116,13 @@ class RankCalls:
 
 
 def call_deadline(timeout_s: float) -> float:
-    """The deadline of one rank's call: later than that of `wait`, which names how many
-    ranks are late."""
+    """Return the deadline of one rank's call: later than that of `wait`, which says how
+    many ranks are late."""
     return timeout_s + 2 * _DEATH_S
 
 
 async def _wait_for_death(pending: set["asyncio.Task[Answer]"]) -> None:
-    """Waits until one of these calls reports that its rank has died, or all have ended,
+    """Wait until one of these calls reports that its rank has died, or all have ended,
     for a while."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DEATH_S):
@@ -145,7 +144,7 @@ def _may_follow(error: BaseException | None) -> bool:
 
 
 def _first_cause(failures: dict[int, BaseException | None]) -> int:
-    """The rank whose failure caused those of the others: one that died, else the
+    """Return the rank whose failure caused those of the others: one that died, else the
     first."""
     for rank, error in failures.items():
         if isinstance(error, ActorDiedError):
@@ -156,8 +155,8 @@ def _first_cause(failures: dict[int, BaseException | None]) -> int:
 def _train_error(
     error: BaseException | None, name: str, method: str, log: str
 ) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that says what it
-    was. `name`: the rank's; `log`: what its process printed last."""
+    """Return the rank's own error if it is an InvrlError, else a TrainError that
+    describes it. `name` is the rank's; `log` is the last output of its process."""
     if isinstance(error, ActorDiedError):
         killed = killed_for_memory(error.__cause__, name)
         if killed:

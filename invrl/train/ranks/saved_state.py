@@ -1,5 +1,5 @@
-"""One rank's share of a Megatron distributed checkpoint: what every state on disk has
-in common.
+"""One rank's share of a Megatron distributed checkpoint: the common parts of all states
+on disk.
 
 A checkpoint that one layout of ranks wrote can be loaded by any other.
 """
@@ -36,19 +36,19 @@ class SavedState:
                     gather_late(part, self._late)
 
     def save(self, path: str) -> FileEntries:
-        """Called on all ranks together. Returns the entries of the files that this rank
-        has written. Raises TrainError if the folder is not empty or cannot be
-        written."""
+        """Save the share. Called on all ranks together. Returns the entries of the
+        files that this rank has written. Raises TrainError if the folder is not empty
+        or cannot be written."""
         saving = self._begin(path, copies=False)
         saving.write()
         torch.distributed.barrier()
         return saving.finish()
 
     def copy(self, path: str) -> "Saving":
-        """The same in three parts, of which the second may be done in another thread
-        while training goes on: `Saving.write`. A copy of all that this rank writes is
-        in memory until then. Called on all ranks together. Raises TrainError if the
-        folder is not empty."""
+        """Begin to save in three parts, of which the second, `Saving.write`, may run in
+        another thread during training. A copy of everything that this rank writes is in
+        memory until then. Called on all ranks together. Raises TrainError if the folder
+        is not empty."""
         return self._begin(path, copies=True)
 
     def _begin(self, path: str, *, copies: bool) -> "Saving":
@@ -121,7 +121,7 @@ class Trained:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """`state`: as `sharded_state` describes it, filled."""
+        """Load a state in the form of `sharded_state`, filled."""
         for name, chunk in self._chunks.items():
             chunk.load_state_dict(state[name])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -130,7 +130,8 @@ class Trained:
 
 
 def _steps_of_all_ranks(parts: Sequence[Any]) -> float:
-    """The steps of the rank that has made the most. Called on all ranks together."""
+    """Return the steps of the rank that has made the most. Called on all ranks
+    together."""
     steps = torch.tensor(
         [steps_made([part.optimizer for part in parts])], device=device.device()
     )
@@ -139,7 +140,7 @@ def _steps_of_all_ranks(parts: Sequence[Any]) -> float:
 
 
 class Saving:
-    """A checkpoint that is being written by this rank."""
+    """A checkpoint that this rank is writing."""
 
     def __init__(
         self,
@@ -154,14 +155,14 @@ class Saving:
         self._random_state = random_state
 
     def write(self) -> None:
-        """Writes this rank's tensors. `finish` raises what fails here."""
+        """Write this rank's tensors. `finish` raises its errors."""
         assert self._request.async_fn is not None
         self._request.async_fn(*self._request.async_fn_args)
 
     def finish(self) -> FileEntries:
-        """Called on all ranks together, once all have written. Returns the entries of
-        the files that this rank has written. Raises TrainError if they could not be
-        written."""
+        """Finish the checkpoint. Called on all ranks together, once all have written.
+        Returns the entries of the files that this rank has written. Raises TrainError
+        if they could not be written."""
         try:
             for finish in self._request.finalize_fns:
                 finish()
@@ -185,8 +186,8 @@ class Saving:
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """What Megatron's models and optimizers are asked for: a state that any layout can
-    load."""
+    """Return the request to Megatron's models and optimizers for a state that any
+    layout can load."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -198,7 +199,8 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def load_random_state(path: str) -> None:
-    """Of this rank; it stays as it is for a rank that the saving run did not have."""
+    """Load this rank's random state; it stays unchanged for a rank that the saving run
+    did not have."""
     rng_file = _rng_file(Path(path))
     if rng_file.exists():
         device.set_random_state(torch.load(rng_file, weights_only=True))

@@ -1,8 +1,7 @@
-"""What a rank of the policy and one of the critic have in common: each saves its share
-of a checkpoint.
+"""Common base of policy and critic ranks: each saves its share of a checkpoint.
 
-At once, or beside training: then the state is copied, another thread writes the copy,
-and all ranks end it together.
+Either immediately, or during training: then the state is copied, another thread writes
+the copy, and all ranks end it together.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raises DiskFullError where torch reports that a rank found its disk full."""
+    """Raise DiskFullError where torch reports that a rank found its disk full."""
     try:
         yield
     except BaseException as error:  # torch's is none of the usual exceptions
@@ -37,30 +36,30 @@ def disk_errors() -> Iterator[None]:
 
 class SavingRank:
     def __init__(self, state: SavedState, load: Callable[[str], None]) -> None:
-        """`load`: loads this rank's share of the checkpoint at a path."""
+        """`load` loads this rank's share of the checkpoint at a path."""
         self._state = state
         self._load = load
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Saving | None = None
         self.state_written: Future[None] = Future()
-        """Of the checkpoint that `copy_checkpoint` copied last."""
+        """Done when the checkpoint copied last by `copy_checkpoint` is written."""
 
     def save_checkpoint(self, path: str) -> FileEntries:
-        """Saves model, optimizer, schedule and random state; all ranks together. The
+        """Save model, optimizer, schedule and random state; all ranks together. The
         folder must be empty or new. Returns the entries of the files that this rank has
         written."""
         with disk_errors():
             return self._state.save(path)
 
     def copy_checkpoint(self, path: str) -> None:
-        """Copies what `save_checkpoint` saves, and begins to write it beside training;
-        all ranks together. Once `state_written` is done on all ranks,
-        `finish_checkpoint` follows."""
+        """Copy what `save_checkpoint` saves, and begin to write it during training; all
+        ranks together. Once `state_written` is done on all ranks, `finish_checkpoint`
+        follows."""
         self._saving = self._state.copy(path)
         self.state_written = self._writer.submit(self._saving.write)
 
     def finish_checkpoint(self) -> FileEntries:
-        """Ends what `copy_checkpoint` began; all ranks together. As
+        """End what `copy_checkpoint` began; all ranks together. Returns like
         `save_checkpoint`."""
         assert self._saving is not None, "no checkpoint is being written"
         saving = self._saving

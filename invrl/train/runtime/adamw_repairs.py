@@ -1,6 +1,6 @@
-"""Repairs of Megatron's optimizers where they run over torch's AdamW: each parameter
-keeps its own step count through a checkpoint, and an optimizer that has made no step
-yet, or has no parameter on this rank, can be saved and loaded.
+"""Repairs of Megatron's optimizers over torch's AdamW: each parameter keeps its own
+step count through a checkpoint, and an optimizer without a step yet, or without a
+parameter on this rank, can be saved and loaded.
 
 Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a
 `step` tensor per parameter. Megatron's template for loading lacks it and Megatron's
@@ -15,8 +15,7 @@ import torch
 
 
 def complete_states(adamw: torch.optim.AdamW) -> None:
-    """Gives each parameter the state that it has before its first step, where it has
-    none.
+    """Give each parameter without a state the one before its first step.
 
     torch makes the state in the first step. Until then one of Megatron's plain
     optimizers would save none, and would not find what it expects when it loads.
@@ -34,8 +33,8 @@ def complete_states(adamw: torch.optim.AdamW) -> None:
 
 
 def steps_made(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """The steps that this rank's parameters have made; 0 for optimizers without a
-    parameter."""
+    """Return the steps that this rank's parameters have made; 0 for optimizers without
+    a parameter."""
     counts = [0.0]
     for optimizer in optimizers:
         counts += [
@@ -50,11 +49,11 @@ def steps_made(optimizers: Sequence[torch.optim.Optimizer]) -> float:
 
 
 def write_steps(state: dict[str, Any], steps: float, *, is_distributed: bool) -> None:
-    """Writes the steps that the parameters of all ranks have made into the state dict
+    """Write the steps that the parameters of all ranks have made into the state dict
     that one of Megatron's optimizers makes for a checkpoint.
 
-    A plain one leaves out a count of 0. And a checkpoint has the step counts of rank 0
-    alone: where that rank has no parameter of the optimizer, as a pipeline stage
+    A plain one leaves out a count of 0. And a checkpoint has only the step counts of
+    rank 0: if that rank has no parameter of the optimizer, like a pipeline stage
     without experts, it has no count either.
     """
     of_adamw = state.get("optimizer", state)
@@ -67,7 +66,8 @@ def write_steps(state: dict[str, Any], steps: float, *, is_distributed: bool) ->
 
 
 def repair_distributed_optimizer() -> None:
-    """Imports Megatron. Does nothing where TransformerEngine or Apex is installed."""
+    """Repair Megatron's distributed optimizer, which is imported. Does nothing if
+    TransformerEngine or Apex is installed."""
     import megatron.core.optimizer.distrib_optimizer as module
 
     if module.HAVE_APEX_OR_TE:

@@ -1,8 +1,8 @@
 """The one place in the trainer that knows CPU from CUDA.
 
 `prepare()` must run before any module of Megatron is imported. On CUDA it changes
-nothing in torch. On a CPU it makes Megatron run (`megatron_on_cpu.py`). Where
-TransformerEngine is absent, it repairs how the distributed optimizer loads torch's
+nothing in torch. On a CPU it makes Megatron run (`megatron_on_cpu.py`). Without
+TransformerEngine, it repairs how the distributed optimizer loads torch's
 AdamW (`adamw_repairs.py`). Other repairs are in `megatron_repairs.py`.
 """
 
@@ -42,7 +42,8 @@ Result = TypeVar("Result")
 
 @functools.cache
 def on_cuda() -> bool:
-    """Asked in every layer, so torch asks the driver once."""
+    """Whether this rank is on a GPU. Cached, because every layer asks and torch queries
+    the driver."""
     return torch.cuda.is_available()
 
 
@@ -59,14 +60,14 @@ def backend() -> str:
 
 
 def groups_connect_late() -> bool:
-    """Whether processes may come to the group's store again after the group was made:
-    NCCL sets up its communicators when they are first used, gloo connects all ranks at
-    once."""
+    """Whether processes may come to the group's store after the group was made: NCCL
+    sets up its communicators at their first use, gloo connects all ranks
+    immediately."""
     return on_cuda()
 
 
 def to_device(array: NDArray[Any], target: torch.device) -> torch.Tensor:
-    """The array on the target. A GPU copies it while the host goes on: the copy starts
+    """Copy the array to the target. The host does not wait for a GPU: the copy starts
     from page-locked memory, which torch keeps until the copy has been made. On a CPU
     the tensor shares the array's memory."""
     tensor = torch.from_numpy(array)
@@ -76,23 +77,23 @@ def to_device(array: NDArray[Any], target: torch.device) -> torch.Tensor:
 
 
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of attention under the compute dtype. On CPU the backward pass of
-    torch's flash kernel is twice as fast in float32 as in bfloat16."""
+    """Return the dtype of attention under the compute dtype. On CPU the backward pass
+    of torch's flash kernel is twice as fast in float32 as in bfloat16."""
     return dtype if on_cuda() else torch.float32
 
 
 def attends_in_one_kernel(head_dim: int) -> bool:
     """Whether a layer's attention over a packed row is FlexAttention's kernel
-    (`layers/flex_attention.py`), not one SDPA call per block. torch has the kernel's
-    backward pass on a GPU only, for heads of 16 dimensions and more. `head_dim`: of
-    queries or values, whichever is smaller."""
+    (`layers/flex_attention.py`) instead of one SDPA call per block. torch has the
+    kernel's backward pass on a GPU only, for heads of 16 dimensions and more.
+    `head_dim` is that of queries or values, whichever is smaller."""
     return on_cuda() and head_dim >= SMALLEST_FLEX_HEAD
 
 
 def tokens_multiple(tensor_ranks: int) -> int:
-    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens,
-    which tensor-parallel ranks can divide. On a GPU it is whole tiles of attention,
-    too, so that no layer pads queries and keys."""
+    """Return the divisor of the number of tokens of each rank's padded share of a
+    micro-batch, which tensor-parallel ranks can divide. On a GPU it is also whole tiles
+    of attention, so that no layer pads queries and keys."""
     if on_cuda():
         return math.lcm(tensor_ranks, FLEX_TILE)
     return tensor_ranks
@@ -105,7 +106,7 @@ def fuses() -> bool:
 
 
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function of tensors without side effects, which is compiled for all
+    """Decorate a function of tensors without side effects, which is compiled for all
     lengths if `fuses`."""
 
     @functools.cache
@@ -124,8 +125,9 @@ def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 def fused_by_row(
     function: Callable[Parameters, Result],
 ) -> Callable[Parameters, Result]:
-    """As `fused`, for all lengths of the first dimension of tensors that have several.
-    The other dimensions are sizes of the model: code that knows them is faster."""
+    """Decorate like `fused`, for all lengths of the first dimension of tensors that
+    have several. The other dimensions are sizes of the model: code that knows them is
+    faster."""
 
     @functools.cache
     def compiled() -> Callable[Parameters, Result]:
@@ -144,19 +146,20 @@ def fused_by_row(
 
 
 def compiler() -> str:
-    """torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is for tests
-    and makes no code."""
+    """Return torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is
+    for tests and makes no code."""
     return "inductor" if on_cuda() else "eager"
 
 
 def logit_block_bytes() -> int:
-    """Float32 logits that are computed at once (`model/logprobs.py`)."""
+    """Return the bytes of float32 logits that are computed together
+    (`model/logprobs.py`)."""
     return BLOCK_BYTES["cuda" if on_cuda() else "cpu"]
 
 
 @functools.cache
 def prepare() -> None:
-    """Idempotent. Call it before Megatron is imported."""
+    """Prepare torch for Megatron. Idempotent. Call it before Megatron is imported."""
     ignore_known_warnings()
     with hide_wandb():
         if not on_cuda():
@@ -173,49 +176,49 @@ def prepare() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes that this rank has used at most since it started: of the GPU by torch, on a
-    CPU resident."""
+    """Return the peak memory of this rank in bytes: of the GPU by torch, on a CPU
+    resident."""
     if on_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of the host, pinned where the tensor is on a GPU. It is made
-    once `wait` returns."""
+    """Copy to memory of the host, pinned if the tensor is on a GPU. Complete once
+    `wait` returns."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
     return copy.copy_(tensor, non_blocking=True)
 
 
 def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory of this rank's device. It is made once `wait` returns."""
+    """Copy to the memory of this rank's device. Complete once `wait` returns."""
     copy = torch.empty_like(tensor, device=device())
     return copy.copy_(tensor, non_blocking=True)
 
 
 def wait() -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has completed its work."""
     if on_cuda():
         torch.cuda.synchronize()
 
 
 def free_unused_memory() -> None:
-    """Gives what torch keeps of a GPU's memory for later back to the driver, for other
-    processes."""
+    """Return torch's unused memory of a GPU to the driver, for other processes."""
     if on_cuda():
         torch.cuda.empty_cache()
 
 
 def used_memory() -> int:
-    """Bytes that this rank holds now: of the GPU by torch, on a CPU resident."""
+    """Return the bytes that this rank holds now: of the GPU by torch, on a CPU
+    resident."""
     if on_cuda():
         return torch.cuda.memory_reserved()
     return psutil.Process().memory_info().rss
 
 
 def free_memory() -> int:
-    """Bytes that any process can still take: of this rank's GPU, on a CPU of the
-    machine."""
+    """Return the bytes that any process can still take: of this rank's GPU, on a CPU of
+    the machine."""
     if on_cuda():
         free, _ = torch.cuda.mem_get_info()
         return free
@@ -223,12 +226,11 @@ def free_memory() -> int:
 
 
 def make_deterministic() -> None:
-    """Makes every operation give the same bits each time. Call it before the first
-    operation on a GPU. torch then raises where an operation has no deterministic form.
+    """Make every operation deterministic to the bit. Call it before the first operation
+    on a GPU. torch then raises if an operation has no deterministic form.
 
-    On CPU the operations of the trainer are so anyway. On a GPU cuBLAS needs a
-    workspace of its own per stream, and NCCL one algorithm whatever the size of what it
-    reduces.
+    On CPU the operations of the trainer always are. On a GPU cuBLAS needs a separate
+    workspace per stream, and NCCL one algorithm for all sizes of its reductions.
     """
     if on_cuda():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -238,8 +240,8 @@ def make_deterministic() -> None:
 
 
 def fuse_adam(optimizer: ChainedOptimizer) -> None:
-    """torch's AdamW makes one pass over memory per operation unless it is asked to fuse
-    them. Optimizers of TransformerEngine and Apex are fused already."""
+    """Fuse torch's AdamW, which otherwise makes one pass over memory per operation.
+    Optimizers of TransformerEngine and Apex are fused already."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -248,7 +250,7 @@ def fuse_adam(optimizer: ChainedOptimizer) -> None:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """The state of every generator that this rank draws from."""
+    """Return the state of every generator that this rank draws from."""
     state = {"cpu": torch.get_rng_state()}
     if on_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -258,8 +260,8 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Restores what `random_state` returned. The CUDA part is skipped where either side
-    has no CUDA."""
+    """Restore what `random_state` returned. The CUDA part is skipped if either side has
+    no CUDA."""
     torch.set_rng_state(state["cpu"])
     if on_cuda() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
@@ -279,8 +281,8 @@ def _rng_tracker() -> Any:
 
 
 class Stopwatch:
-    """Adds up the seconds of blocks: on a CPU those of the host, on a GPU those between
-    two places in the work that it is given, for which the host does not wait."""
+    """Sums the seconds of blocks: on a CPU those of the host, on a GPU those between
+    two points of its queued work, for which the host does not wait."""
 
     def __init__(self) -> None:
         self._host_seconds = 0.0
@@ -301,7 +303,8 @@ class Stopwatch:
         self._events.append((start, end))
 
     def seconds(self) -> float:
-        """Of all blocks so far. Waits until a GPU has finished them."""
+        """Return the seconds of all blocks so far. Waits until a GPU has finished
+        them."""
         gpu_seconds = 0.0
         for start, end in self._events:
             end.synchronize()
@@ -311,7 +314,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the seconds of the phase, until the device has finished its work."""
+    """Add the seconds of the phase, until the device has finished its work."""
     with metrics.timed(seconds, phase):
         yield
         if on_cuda():

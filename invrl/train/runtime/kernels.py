@@ -1,24 +1,22 @@
-"""Which implementations compute a trainer's attention, norms, experts and optimizer on
-a machine.
+"""Implementations of a trainer's attention, norms, experts and optimizer on a machine.
 
 `device.py` chooses the attention, torch the products of the experts
-(`layers/grouped_linear.py`), Megatron the optimizer when it is imported. This file says
-which those will be, without importing torch or Megatron.
+(`layers/grouped_linear.py`), Megatron the optimizer when it is imported. This file
+predicts them without importing torch or Megatron.
 """
 
 import importlib.util
 from dataclasses import dataclass
 
 SMALLEST_FLEX_HEAD = 16
-"""Fewest dimensions of a head that torch's FlexAttention has a kernel for."""
+"""Smallest head dimension that torch's FlexAttention has a kernel for."""
 FLEX_TILE = 128
 """Queries and keys of one tile of FlexAttention's mask."""
 _FUSED_ADAM = {
     "transformer_engine": "TransformerEngine's FusedAdam",
     "apex": "Apex's FusedAdam",
 }
-"""Package -> the optimizer that Megatron takes from the first of them that is
-installed."""
+"""Package -> the optimizer that Megatron takes from the first installed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,8 @@ class Kernels:
 
     @staticmethod
     def of(*, head_dim: int, has_experts: bool, dtype: str, on_cuda: bool) -> "Kernels":
-        """`head_dim`: of queries or values, whichever is smaller. `dtype`: of the
-        weights."""
+        """Predict the kernels. `head_dim` is that of queries or values, whichever is
+        smaller; `dtype` is that of the weights."""
         attention = "torch SDPA, calls for each branch of a prefix tree"
         if on_cuda and head_dim >= SMALLEST_FLEX_HEAD:
             attention = "torch FlexAttention, one kernel for a packed row"

@@ -1,13 +1,14 @@
 """`--megatron-*`: fields of Megatron's own configuration classes, checked against the
 installed package.
 
-Which fields may be set is `_ACCEPTED`; which are invrl's own flags is `_BY_FLAG`. What
-invrl itself sets is in `model.transformer_config` (TransformerConfig) and
+`_ACCEPTED` has the fields that may be set, `_BY_FLAG` those with invrl's own flags.
+What invrl itself sets is in `model.transformer_config` (TransformerConfig) and
 `optimizer.distribute` (DDP and optimizer).
 
 Invariant: an option that passes changes how the same function is computed or optimised,
-never what is computed. What the model folder, invrl's own settings or the training step
-decide is refused, with what to use instead. Megatron is imported inside functions only.
+never what is computed. Options that the model folder, invrl's own settings or the
+training step decide are refused, with what to use instead. Megatron is imported inside
+functions only.
 """
 
 import contextlib
@@ -101,16 +102,17 @@ def check_megatron_options(
     num_layers: int = 1024,
     chunk_sizes: Collection[int] = (),
 ) -> None:
-    """Raises ConfigError for the first option that is unknown, owned by invrl, or of
-    the wrong type, and where Megatron's classes refuse the combination of options for a
-    model with that many layers.
+    """Raise ConfigError for the first option that is unknown, owned by invrl, or of the
+    wrong type, and if Megatron's classes refuse the combination of options for a model
+    with that many layers.
 
-    `chunk_sizes`: the numbers of layers that chunks of pipeline stages have; empty: not
-    known yet."""
+    `chunk_sizes` are the numbers of layers of the chunks of pipeline stages; empty: not
+    known yet.
+    """
     if not options:
         return
     with warnings.catch_warnings():
-        # Megatron's warnings about libraries belong into the log of a rank
+        # Megatron's warnings about libraries belong in the log of a rank
         warnings.simplefilter("ignore")
         parsed = parse_megatron_options(options)
         parsed.transformer.update(
@@ -129,7 +131,7 @@ def check_megatron_options(
 def _check_recomputation(
     options: Mapping[str, Any], chunk_sizes: Collection[int]
 ) -> None:
-    """Raises ConfigError for what Megatron finds out in the first step only."""
+    """Raise ConfigError for what Megatron only finds out in the first step."""
     granularity = options.get("recompute_granularity")
     if granularity == "full":
         num_layers = options["recompute_num_layers"]
@@ -161,8 +163,8 @@ def _check_recomputation(
 
 
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
-    """Options by field name ("recompute_granularity"), values as flags or TOML give
-    them."""
+    """Parse options by field name ("recompute_granularity"), with values as flags or
+    TOML give them."""
     parsed = MegatronOptions(transformer={}, ddp={}, optimizer={})
     if not options:
         return parsed
@@ -182,7 +184,7 @@ def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
 
 
 def _config_classes() -> dict[str, type[Any]]:
-    """The field of MegatronOptions -> Megatron's class. Imports Megatron."""
+    """Map a field of MegatronOptions to Megatron's class. Imports Megatron."""
     from invrl.train.runtime import device
 
     device.prepare()
@@ -198,7 +200,7 @@ def _config_classes() -> dict[str, type[Any]]:
 
 
 def _parse(name: str, value: Scalar, annotation: Any) -> object:
-    """The value as the field's own type; a list is written with commas."""
+    """Parse the value as the field's own type; a list is written with commas."""
     candidates: list[object] = [value]
     if isinstance(value, str):
         candidates.append([part.strip() for part in value.split(",")])
@@ -214,8 +216,8 @@ def _parse(name: str, value: Scalar, annotation: Any) -> object:
 
 
 def _check_may_be_set(name: str, value: Scalar, known_names: set[str]) -> None:
-    """Raises ConfigError unless the option may be set. `known_names`: the fields that
-    Megatron has."""
+    """Raise ConfigError unless the option may be set. `known_names` are Megatron's
+    fields."""
     if name in _BY_FLAG:
         raise _error(
             name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}"

@@ -1,6 +1,6 @@
 """Makes megatron-core 0.16.1 run on a machine without CUDA.
 
-What Megatron asks of `torch.cuda` is answered for the CPU, its fused functions are not
+Megatron's calls of `torch.cuda` are answered for the CPU, its fused functions are not
 compiled, and collectives of a single rank are skipped. Everything acts on the whole
 process, before Megatron is imported.
 """
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def replace_cuda() -> None:
-    """Applies all replacements. Call it once, on a machine without CUDA."""
+    """Apply all replacements. Call it once, on a machine without CUDA."""
     _keep_freed_memory()
     _replace_torch_cuda()
     _replace_megatron_cuda()
@@ -30,7 +30,7 @@ def replace_cuda() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Lets malloc keep freed memory.
+    """Let malloc keep freed memory.
 
     Activations and logits are tens of megabytes each. By default malloc maps such
     blocks afresh each time, and the kernel zeroes every page: a first step of SmolLM2
@@ -48,7 +48,8 @@ def _keep_freed_memory() -> None:
 
 
 def _replace_torch_cuda() -> None:
-    """Device, memory, stream and random-state calls of `torch.cuda`, on the CPU."""
+    """Replace device, memory, stream and random-state calls of `torch.cuda` on the
+    CPU."""
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
@@ -61,7 +62,7 @@ def _replace_torch_cuda() -> None:
         (cuda.nvtx, "range_pop"),
     ]
     for owner, name in silent_calls:
-        # Each gets a function of its own: dynamo, if it is ever imported, refuses one
+        # Each gets a separate function: dynamo, if it is ever imported, refuses one
         # under two names.
         setattr(owner, name, lambda *args, **kwargs: None)
     tensor.cuda = lambda self, *args, **kwargs: self
@@ -75,7 +76,8 @@ def _replace_torch_cuda() -> None:
     tensor_type = torch.Tensor.type
 
     def type_with_cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron compares the name with 'torch.cuda.FloatTensor'."""
+        """Return the type's name as on CUDA: Megatron compares it with
+        'torch.cuda.FloatTensor'."""
         result = tensor_type(self, *args, **kwargs)
         if isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -94,8 +96,8 @@ def _replace_torch_cuda() -> None:
 
 class _Stream:
     """A CUDA stream or event on which all work is already done. Every call on it
-    returns the stream, which is true, so a query such as `event.query()` answers
-    yes."""
+    returns the stream, which is true, so a query such as `event.query()` returns a true
+    value."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -105,8 +107,8 @@ class _Stream:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory such as `torch.zeros` that makes its tensor on the CPU where it is
-    asked for CUDA."""
+    """Wrap a factory such as `torch.zeros` to make its tensor on the CPU where CUDA is
+    requested."""
 
     @functools.wraps(factory)
     def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -120,8 +122,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_megatron_cuda() -> None:
-    """Imports the parts of Megatron that compile functions or touch CUDA's generators,
-    and replaces both."""
+    """Import the parts of Megatron that compile functions or touch CUDA's generators,
+    and replace both."""
     torch_module: Any = torch
     compile_function = torch_module.compile
     # Importing Megatron decorates its fused functions with torch.compile, whose
@@ -146,7 +148,7 @@ def _replace_megatron_cuda() -> None:
 
 
 def _skip_collectives_of_one() -> None:
-    """Skips the distributed optimizer's collectives where there is only one rank.
+    """Skip the distributed optimizer's collectives if there is only one rank.
 
     They scatter and gather whole buffers onto themselves, and gloo copies each of them
     more than once: that took a fifth of a step.
@@ -171,8 +173,8 @@ def _skip_collectives_of_one() -> None:
 
 
 def _give_expert_sizes_as_numpy() -> None:
-    """Megatron's token dispatcher needs some sizes as numpy arrays, and makes them of
-    CUDA tensors only."""
+    """Let Megatron's token dispatcher make numpy arrays of some sizes; its own function
+    converts only CUDA tensors."""
     import megatron.core.transformer.moe.token_dispatcher as module
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,6 +1,5 @@
 """Repairs of megatron-core 0.16.1: modules that break without TransformerEngine,
-experts in groups, an import that leaves folders in TMPDIR, and warnings that say
-nothing.
+experts in groups, an import that leaves folders in TMPDIR, and irrelevant warnings.
 
 They act on the whole process. `repair_megatron` imports Megatron.
 """
@@ -22,15 +21,15 @@ _KNOWN_WARNINGS = (
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
 )
-"""Beginnings of warnings that every rank without these packages gives. `invrl doctor`
-says which packages the trainer uses; the others are about lines of Megatron itself."""
+"""Beginnings of warnings from every rank without these packages. `invrl doctor` reports
+the packages that the trainer uses; the others are about lines of Megatron itself."""
 _GPU_ADVICE = "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE"
-"""Beginning of a warning that a rank without a GPU gives too."""
+"""Beginning of a warning from a rank without a GPU."""
 
 
 def ignore_known_warnings() -> None:
-    """Keeps them out of a rank's log, whose last lines are shown when the rank has
-    died. Call it before Megatron is imported."""
+    """Keep these warnings out of a rank's log, whose last lines are shown when the rank
+    has died. Call it before Megatron is imported."""
     on_this_device = () if torch.cuda.is_available() else (_GPU_ADVICE,)
     for beginning in _KNOWN_WARNINGS + on_this_device:
         warnings.filterwarnings("ignore", message=re.escape(beginning))
@@ -38,12 +37,11 @@ def ignore_known_warnings() -> None:
 
 @contextmanager
 def hide_wandb() -> Iterator[None]:
-    """Makes `import wandb` fail in what is imported meanwhile, unless wandb has been
-    imported before.
+    """Make `import wandb` fail within the block, unless wandb has been imported before.
 
     Megatron imports it for timers that no rank uses. wandb makes two folders in TMPDIR,
-    to be removed when the interpreter ends, but a rank is killed. Code of the user can
-    import it afterwards.
+    to be removed when the interpreter ends, but a rank is killed. User code can import
+    it afterwards.
     """
     modules: dict[str, Any] = sys.modules
     if "wandb" in modules:
@@ -73,8 +71,9 @@ def repair_megatron() -> None:
 
 
 def batch_gradient_clipping() -> None:
-    """Without TransformerEngine and Apex, Megatron reads the norm of each gradient from
-    the GPU on its own, and scales each on its own. Imports Megatron."""
+    """Clip all gradients together. Without TransformerEngine and Apex, Megatron reads
+    the norm of each gradient from the GPU separately, and scales each separately.
+    Imports Megatron."""
     import megatron.core.optimizer.clip_grads as module
     from megatron.core import utils as megatron_utils
 
@@ -90,8 +89,8 @@ def norm_of_all(
     lists: Sequence[Sequence[torch.Tensor]],
     _per_tensor: bool,
 ) -> tuple[torch.Tensor, None]:
-    """The norm [1] of all tensors of the first list together, on their device. The
-    signature is Apex's."""
+    """Return the norm [1] of all tensors of the first list together, on their device.
+    The signature is Apex's."""
     return torch.nn.utils.get_total_norm(lists[0]).reshape(1), None
 
 
@@ -101,7 +100,7 @@ def scale_all(
     lists: Sequence[Sequence[torch.Tensor]],
     scale: float,
 ) -> None:
-    """Scales the tensors of the first list in place, because clipping writes where it
+    """Scale the tensors of the first list in place, because clipping writes where it
     reads. The signature is Apex's."""
     torch._foreach_mul_(list(lists[0]), scale)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -114,12 +113,12 @@ def best_of_best_groups(
     num_groups: int,
     group_topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores and the numbers [tokens, topk] of each token's experts: the best of
-    its best groups.
+    """Return the scores and the numbers [tokens, topk] of each token's experts: the
+    best of its best groups.
 
     A group counts by the sum of its two best scores (DeepSeek-V3, arXiv 2412.19437,
     section 2.1.2, as transformers and SGLang compute it). Megatron counts `topk /
-    group_topk` of them. `scores`: [tokens, experts]; the experts of a group are
+    group_topk` of them. `scores` is [tokens, experts]; the experts of a group are
     neighbours.
     """
     scores_TGE = scores.view(num_tokens, num_groups, num_experts // num_groups)

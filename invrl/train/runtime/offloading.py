@@ -1,14 +1,14 @@
-"""The memory that a rank needs only while it trains: gradients, master weights and
-Adam's moments.
+"""Memory that a rank needs only while it trains: gradients, master weights and Adam's
+moments.
 
-Where engines share the GPU a rank gives it back between two training steps. Gradients
-are dropped, because every step begins with zeros. Master weights and moments go to
-pinned memory of the host and come back as they were, bit for bit. The weights that the
-model computes with stay: engines get them, and the canary is computed with them.
+If engines share the GPU, a rank releases it between two training steps. Gradients are
+dropped, because every step begins with zeros. Master weights and moments go to pinned
+memory of the host and come back unchanged, bit for bit. The weights that the model
+computes with stay: engines get them, and the canary is computed with them.
 
-While they are away, the tensors are those in the host's memory, so a checkpoint is
-saved from there. On a CPU the same copies are made from memory to memory. Imported
-after `device.prepare()`.
+While offloaded, the tensors are those in the host's memory, so a checkpoint is saved
+from there. On a CPU the same copies are made from memory to memory. Imported after
+`device.prepare()`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from invrl.train.runtime import device
 
 
 class TrainingMemory:
-    """`chunks` and `optimizers`: all of the rank, also those of a critic that it
-    has."""
+    """Training memory of a rank. `chunks` and `optimizers` are all of the rank,
+    including a critic's."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TrainingMemory:
         self.is_offloaded = False
 
     def offload(self) -> None:
-        """Gives the memory back to the device. Does nothing where that is done."""
+        """Release the memory to the device. Does nothing if already offloaded."""
         if self.is_offloaded:
             return
         for optimizer in self._optimizers:
@@ -52,7 +52,7 @@ class TrainingMemory:
         device.free_unused_memory()
 
     def restore(self) -> None:
-        """Takes the memory again; gradients are 0. Does nothing where nothing is
+        """Take the memory again; gradients are 0. Does nothing if nothing is
         offloaded."""
         if not self.is_offloaded:
             return
@@ -66,14 +66,14 @@ class TrainingMemory:
         self.is_offloaded = False
 
     def _buffers(self) -> Iterator[Any]:
-        """Megatron's, each of which has the gradients of many parameters."""
+        """Yield Megatron's buffers, each with the gradients of many parameters."""
         for chunk in self._chunks:
             yield from cast(Any, chunk.buffers)
             yield from cast(Any, chunk.expert_parallel_buffers)
 
     def _states(self) -> Iterator[torch.Tensor]:
-        """Master weights that are not the model's own memory, and moments. Not the step
-        counts, which are single numbers."""
+        """Yield master weights that are not the model's own memory, and moments, but
+        not the step counts, which are single numbers."""
         model_storages = {
             parameter.untyped_storage().data_ptr()
             for chunk in self._chunks

@@ -1,10 +1,10 @@
-"""Advantages and returns of a batch from its tokens' rewards, the policies' log-probs
-and the values of the critic, if there is one.
+"""Advantages and returns of a batch from its token rewards, the policies' log-probs and
+the critic's values, if there is a critic.
 
-The formulas are those of `algorithms/token_advantages.py`; here they meet the batch of
-a rank. Advantages are whitened over all mini-batches of the batch and over the
+The formulas are those of `algorithms/token_advantages.py`; here they are applied to the
+batch of a rank. Advantages are whitened over all mini-batches of the batch and over the
 data-parallel ranks, so they depend neither on the number of ranks nor on how samples
-were divided among them. On a pipeline stage that has no values the result is of no use,
+were divided among them. On a pipeline stage without values the result is meaningless,
 and is not used. Imported after `device.prepare()`.
 """
 
@@ -33,19 +33,18 @@ from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Max, Mean, Metric
 
 REWARDS = "rewards"
-"""The column of a sample that holds the reward of each token."""
+"""Column of a sample with the reward of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Credit:
-    """Of a shard: one entry per mini-batch."""
+    """Credit of a shard: one entry per mini-batch."""
 
     shard: Shard
-    """The mini-batches with their advantages: the critic's, where the settings want
-    them."""
+    """Mini-batches with their advantages: the critic's, if the settings want them."""
     returns: Sequence[SampleNumbers]
     metrics: dict[str, Metric]
-    """The same on every data-parallel rank, but for means, which add up."""
+    """Equal on every data-parallel rank, except for means, which add up."""
 
 
 def credit(
@@ -56,10 +55,10 @@ def credit(
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
 ) -> Credit:
-    """One entry per mini-batch each. `values`: None without a critic, and the advantage
-    of a token then is the discounted sum of the rewards from it on. `old`: log-probs
-    under the old policy; read for V-trace and for the KL in the reward. The
-    data-parallel ranks call it together."""
+    """Compute credit; all inputs have one entry per mini-batch. `values` is None
+    without a critic: the advantage of a token is then the discounted sum of the rewards
+    from it on. `old` has log-probs under the old policy, for V-trace and for the KL in
+    the reward. The data-parallel ranks call it together."""
     credit_by_step: list[list[TokenCredit]] = []
     kl = Mean(0.0, 0.0)
     for at, mini_batch in enumerate(shard):
@@ -104,8 +103,8 @@ def credit(
 
 
 def token_rewards(sample: TrainSample) -> NDArray[np.float64]:
-    """The rewards [T] of a row's tokens: its column, or else its one reward at its last
-    trained token."""
+    """Return the rewards [T] of a sample's tokens: its column, or else its one reward
+    at its last trained token."""
     column_T = sample.columns.get(REWARDS)
     if column_T is not None:
         return column_T.astype(np.float64)
@@ -121,8 +120,8 @@ def divergence(
     frozen_T: NDArray[np.float32],
     settings: KlConfig,
 ) -> NDArray[np.float64]:
-    """The estimate of KL(old || reference) per token, [T], within the clamp; 0 for
-    tokens that are not trained."""
+    """Estimate KL(old || reference) per token, [T], within the clamp; 0 for untrained
+    tokens."""
     policy_T = torch.from_numpy(old_T).double()
     reference_T = torch.from_numpy(frozen_T).double()
     sampled_T = torch.from_numpy(sample.rollout_logprobs_T).double()
@@ -136,8 +135,8 @@ def divergence(
 def _without_values(
     sample: TrainSample, rewards_T: NDArray[np.float64], config: AlgorithmConfig
 ) -> TokenCredit:
-    """REINFORCE++'s, before whitening (arXiv 2501.03262, eq. 4): with lambda = 1 and
-    values of 0 GAE is the discounted return."""
+    """Compute REINFORCE++'s advantages, before whitening (arXiv 2501.03262, eq. 4):
+    with lambda = 1 and values of 0 GAE is the discounted return."""
     return gae(
         rewards_T,
         np.zeros(len(rewards_T), np.float32),
@@ -188,7 +187,7 @@ def _with_advantages(
     credit_by_step: Sequence[Sequence[TokenCredit]],
     config: AlgorithmConfig,
 ) -> Shard:
-    """The shard with these advantages, whitened."""
+    """Return the shard with these advantages, whitened."""
     advantages_by_step = [
         [of_row.advantages_T for of_row in of_step] for of_step in credit_by_step
     ]
@@ -214,8 +213,8 @@ def _fit_of_values(
     values: Sequence[SampleNumbers],
     credit_by_step: Sequence[Sequence[TokenCredit]],
 ) -> dict[str, Metric]:
-    """How much of the returns' variance the values explain: 1 is all; below 0, the mean
-    of the returns would be a better guess. Nothing where returns do not differ."""
+    """Return the explained variance of the returns by the values: 1 is all; below 0,
+    the mean of the returns would be a better guess. Nothing for equal returns."""
     returns: list[list[NDArray[np.float64]]] = []
     errors: list[list[NDArray[np.float64]]] = []
     for of_step, values_of_step in zip(credit_by_step, values, strict=True):
@@ -241,9 +240,10 @@ def _moments(
     *,
     over_rollouts: bool = False,
 ) -> Moments:
-    """Over the trained tokens of all mini-batches and data-parallel ranks, from one
-    array [T] per sample. Each token counts once, or each rollout. A row with a number
-    that is not finite is left out, so that it spoils no mini-batch but its own."""
+    """Compute moments over the trained tokens of all mini-batches and data-parallel
+    ranks, from one array [T] per sample. Each token counts once, or each rollout. A
+    sample with a number that is not finite is left out, so that it only affects its own
+    mini-batch."""
     own = Moments()
     for mini_batch, of_step in zip(shard, numbers, strict=True):
         for sample, numbers_T in zip(mini_batch.samples, of_step, strict=True):

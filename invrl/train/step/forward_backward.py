@@ -1,7 +1,7 @@
-"""The loss of a mini-batch in Megatron's schedule: its gradients, or its metrics alone.
+"""The loss of a mini-batch in Megatron's schedule: its gradients, or only its metrics.
 
-No number is read from the device before the last micro-batch has been given to it, so
-the host prepares the next micro-batches while a GPU computes.
+No number is read from the device before the last micro-batch has been queued, so the
+host prepares the next micro-batches while a GPU computes.
 
 Imported after `device.prepare()`.
 """
@@ -31,13 +31,12 @@ class LossPass:
 
     chunks: Sequence[DistributedDataParallel]
     name: str
-    """Of the objective."""
     objective: Objective
     records_logprobs: bool
     progress: StepProgress | None = None
     losses: list[float] = field(default_factory=list, init=False)
-    """Of each micro-batch on this rank, once all are computed: their sum over ranks is
-    what is minimized."""
+    """Losses of this rank's micro-batches, once all are computed: their sum over ranks
+    is minimized."""
     stopwatch: device.Stopwatch = field(default_factory=device.Stopwatch, init=False)
     """Runs while a loss is computed."""
     _losses: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -47,11 +46,11 @@ class LossPass:
 
     @property
     def bad_losses(self) -> list[float]:
-        """Those of the losses that are not finite."""
+        """Losses that are not finite."""
         return [loss for loss in self.losses if not math.isfinite(loss)]
 
     def gradients(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
-        """Adds the gradients of a mini-batch, summed over its micro-batches and reduced
+        """Add the gradients of a mini-batch, summed over its micro-batches and reduced
         over ranks.
 
         Returns the metrics of each micro-batch.
@@ -67,8 +66,8 @@ class LossPass:
         return [dict(part) for part in metrics]
 
     def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
-        """Of each micro-batch, without gradient. `loss` is the objective's own metric
-        of that name, and its loss where it has none."""
+        """Return the metrics of each micro-batch, without gradient. `loss` is the
+        objective's own metric of that name, else its loss."""
         with torch.no_grad():
             outputs: list[LossOutputs] = run_schedule(
                 self.chunks,
@@ -82,8 +81,8 @@ class LossPass:
     def _forward_step(
         self, work: Iterator[LossWork], model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Megatron's forward step: the model's output, and the function that makes a
-        loss of it."""
+        """Run Megatron's forward step: return the model's output, and the function that
+        computes the loss from it."""
         item = next(work)
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):
@@ -93,8 +92,7 @@ class LossPass:
         def compute_loss(
             current_N: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
-            """Returns (loss to sum, Megatron's token count, which we do not use,
-            metrics)."""
+            """Return (loss to sum, Megatron's unused token count, metrics)."""
             if self.records_logprobs:
                 self.current.append(current_N.detach())
             with self.stopwatch.running():
@@ -108,8 +106,7 @@ class LossPass:
     def _evaluation_step(
         self, work: Iterator[LossWork], model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Megatron's forward step where the metrics of the loss are all that is
-        wanted."""
+        """Run Megatron's forward step if only the metrics of the loss are needed."""
         item = next(work)
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):

@@ -33,7 +33,7 @@ from invrl.types.batches import TrainBatch
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """Packs rows into micro-batches, and takes them through the chunks of one rank."""
+    """Packs rows into micro-batches, and runs them through the chunks of one rank."""
 
     chunks: Sequence[DistributedDataParallel]
     _: KW_ONLY
@@ -42,14 +42,14 @@ class Passes:
     algorithm: AlgorithmConfig
     cost: ComputeCost
     routing: RoutingRecorder | None
-    """Where the experts of the pass for the old log-probs are recorded. None: they are
-    neither replayed nor compared."""
+    """Records the experts of the pass for the old log-probs. None: they are neither
+    replayed nor compared."""
     progress: StepProgress = field(default_factory=StepProgress)
-    """What is computed now. Other threads may read it."""
+    """Current work. Other threads may read it."""
 
     def pack(self, rows: Sequence[Row]) -> Packed:
-        """Raises TrainError for rows whose experts are to be replayed and are not those
-        of this model."""
+        """Pack rows. Raises TrainError for rows with replayed experts that are not
+        those of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
             self.routing.check(rows)
         else:
@@ -59,14 +59,14 @@ class Passes:
         return pack_rows(rows, train=self.train, layout=self.layout, cost=self.cost)
 
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
-        """Log-probs under the current policy: one array [T] per row, 0 for tokens that
-        are not wanted. All 0 on a pipeline stage that is not the last."""
+        """Return log-probs under the current policy: one array [T] per row, 0 for
+        unwanted tokens. All 0 on a pipeline stage that is not the last."""
         [logprobs] = self.forward([self.pack(rows)], "log-probs")
         return logprobs
 
     def forward(self, packed: Sequence[Packed], work: str) -> list[SampleNumbers]:
-        """One forward pass of the model over all these rows, as it is now: what
-        `logprobs` returns, for each part. `work`: its name in `progress`."""
+        """Make one forward pass of the current model over all these rows, with the
+        results of `logprobs` for each part. `work` is its name in `progress`."""
         self.progress.begin(work)
         logprobs = forward_pass(self.chunks, packed, self.progress)
         self.progress.end_pass()
@@ -75,13 +75,12 @@ class Passes:
     def old(
         self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
     ) -> Sequence[SampleNumbers | None]:
-        """Log-probs under the old policy, per mini-batch, computed before the first
-        optimizer step changes the model. None for the first mini-batch, where they
-        equal the current ones, and where the objective does not need them.
+        """Return log-probs under the old policy, per mini-batch, computed before the
+        first optimizer step changes the model. None for the first mini-batch, where
+        they equal the current ones, and where the objective does not need them.
 
-        With routing replay of the trainer, and where the objective asks how far the
-        routers have moved, the micro-batches of `packed` get the experts that this pass
-        chooses.
+        With the trainer's routing replay, or if the objective needs the router shift,
+        the micro-batches of `packed` get the experts that this pass chooses.
         """
         if len(shard) < 2 or not needs_of(self.algorithm).old:
             return [None] * len(shard)
@@ -105,8 +104,8 @@ class Passes:
         packed: Sequence[Packed],
         seconds: dict[str, float],
     ) -> Sequence[SampleNumbers | None]:
-        """Log-probs under a frozen model, per mini-batch; None without one. Its routers
-        choose the experts."""
+        """Return log-probs under a frozen model, per mini-batch; None without one. Its
+        routers choose the experts."""
         if frozen is None or not packed:
             return [None] * len(packed)
         unrouted: list[Packed] = []
@@ -122,9 +121,9 @@ class Passes:
     def before(
         self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
     ) -> SampleNumbers:
-        """Log-probs under the old policy of a mini-batch whose loss does without them:
-        the engine's, where they are not recomputed, or where rewards and targets do not
-        depend on them."""
+        """Return log-probs under the old policy of a mini-batch whose loss does not
+        need them: the engine's, if they are not recomputed, or if rewards and targets
+        do not depend on them."""
         algorithm = self.algorithm
         with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
         with_vtrace = (

@@ -1,5 +1,4 @@
-"""What the loss of each micro-batch is computed from, besides the current policy's
-numbers.
+"""Inputs of the loss of each micro-batch, in addition to the current policy's numbers.
 
 The values of a micro-batch's wanted tokens are picked out of the arrays of the
 mini-batch's samples. Imported after `device.prepare()`.
@@ -30,7 +29,7 @@ from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossWork:
-    """A micro-batch, and everything that its loss needs besides the current policy's
+    """A micro-batch, and the inputs of its loss in addition to the current policy's
     numbers."""
 
     micro_batch: MicroBatch
@@ -46,7 +45,8 @@ class LossWork:
         current_NK: torch.Tensor | None,
         router_shift_N: torch.Tensor | None,
     ) -> LossInputs:
-        """The model's outputs; `current_NK` None: the micro-batch has no candidates."""
+        """Add the model's outputs; `current_NK` None: the micro-batch has no
+        candidates."""
         top = None
         if self.top is not None:
             if current_NK is None:
@@ -72,7 +72,7 @@ def loss_work(
     teacher: SampleNumbers | None = None,
     targets: Targets | None = None,
 ) -> list[LossWork]:
-    """One for each micro-batch."""
+    """Return the loss work of each micro-batch."""
     with_staleness = algorithm.old_logprobs == "interpolated"
     with_top = needs_of(algorithm).top_logprobs
     return [
@@ -103,7 +103,7 @@ def _of_micro_batch(
     with_staleness: bool,
     with_top: bool,
 ) -> LossWork:
-    """Picks the values of the micro-batch's wanted tokens out of the mini-batch's
+    """Pick the values of the micro-batch's wanted tokens out of the mini-batch's
     arrays."""
     samples = mini_batch.samples
 
@@ -170,8 +170,8 @@ def _of_micro_batch(
 def _top_tokens(
     mini_batch: TrainBatch, micro_batch: MicroBatch
 ) -> "partial[TopTokens]":
-    """The candidates of the micro-batch's wanted tokens, without their current
-    log-probs. K is 1 where no row has candidates."""
+    """Return the candidates of the micro-batch's wanted tokens, without their current
+    log-probs. K is 1 if no row has candidates."""
     candidates_NK = micro_batch.candidates_NK
     if candidates_NK is None:
         candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)

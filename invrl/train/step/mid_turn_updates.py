@@ -19,7 +19,8 @@ from invrl.types.weights import WeightVersion
 def sampled_after_update(
     sample: TrainSample, version: WeightVersion
 ) -> NDArray[np.bool_]:
-    """[T]: the tokens that `version` sampled in a turn that an older version began."""
+    """Return [T]: the tokens that `version` sampled in a turn that an older version
+    began."""
     sampled_T = sample.loss_mask_T
     starts_T = sampled_T & ~np.concatenate([[False], sampled_T[:-1]])
     # of each run of sampled tokens, which is a turn

@@ -1,5 +1,5 @@
-"""A batch before its first optimizer step: what the step computes of it, and how the
-critic judges it.
+"""A batch before its first optimizer step: results computed from it, and the critic's
+judgement of it.
 
 Imported after `device.prepare()`.
 """
@@ -15,8 +15,8 @@ from invrl.types.metrics import Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A batch before its first optimizer step, by mini-batch: what is computed of it
-    without the critic."""
+    """A batch before its first optimizer step, by mini-batch: results computed without
+    the critic."""
 
     shard: Shard
     packed: list[Packed]
@@ -25,19 +25,17 @@ class Prepared:
     old: Sequence[SampleNumbers | None]
     """Log-probs that the loss reads."""
     before: Sequence[SampleNumbers]
-    """Log-probs that rewards and targets read; empty where they are not computed
-    here."""
+    """Log-probs that rewards and targets read; empty if not computed here."""
     started: float
-    """`time.monotonic()`"""
     seconds: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judged:
-    """A batch as the critic sees it."""
+    """A batch with the critic's judgement."""
 
     shard: Shard
-    """With the advantages that are to be trained."""
+    """Samples with the advantages to train."""
     targets: Sequence[Targets | None]
-    """What the critic learns, by mini-batch; None without a critic."""
+    """Targets of the critic, by mini-batch; None without a critic."""
     metrics: Mapping[str, Metric]

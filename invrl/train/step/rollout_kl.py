@@ -1,11 +1,10 @@
-"""The KL of whole rollouts in the rewards that are compared, where `kl.added_to`
-is `rollout_reward`.
+"""KL of whole rollouts in the compared rewards, if `kl.added_to` is `rollout_reward`.
 
 A rollout's reward is then r - coefficient KL, with KL the sum of the estimates over its
-trained tokens, in all its rows; its advantage is that of these rewards (RLOO, arXiv
-2402.14740, section 2; as TRL's RLOO). Advantages were computed from r when the batch
-was taken. Those of `LINEAR` may be added, so the advantages of -coefficient KL are added
-here. Imported after `device.prepare()`.
+trained tokens, in all its samples; its advantage is that of these rewards (RLOO, arXiv
+2402.14740, section 2; like TRL's RLOO). Advantages were computed from r when the batch
+was taken. Those of `LINEAR` are additive, so the advantages of -coefficient KL are
+added here. Imported after `device.prepare()`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from invrl.types.metrics import Mean, Metric
 
 @dataclass(frozen=True, slots=True)
 class RowKl:
-    """The KL(old || reference) of a row in nats, summed over its trained tokens."""
+    """KL(old || reference) of a sample in nats, summed over its trained tokens."""
 
     group_id: str
     rollout_id: str
@@ -39,9 +38,9 @@ def with_rollout_kl(
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
 ) -> tuple[Shard, dict[str, Metric]]:
-    """The shard with the KL in its advantages. `old`, `reference`: log-probs, one entry
-    per mini-batch. The data-parallel ranks call it together: the rollouts of a group
-    may be on several of them."""
+    """Return the shard with the KL in its advantages. `old` and `reference` are
+    log-probs, one entry per mini-batch. The data-parallel ranks call it together: the
+    rollouts of a group may be on several of them."""
     assert config.kl is not None
     rows: list[RowKl] = []
     num_tokens = 0
@@ -81,8 +80,8 @@ def with_rollout_kl(
 def advantages_of_kl(
     rows: Iterable[RowKl], config: AlgorithmConfig
 ) -> Mapping[str, float]:
-    """By rollout id: the advantage of the reward -coefficient KL among those of its group
-    that have a trained token."""
+    """Return, by rollout id, the advantage of the reward -coefficient KL among those of
+    its group that have a trained token."""
     kl_by_group: dict[str, dict[str, float]] = {}
     for row in rows:
         of_group = kl_by_group.setdefault(row.group_id, {})

@@ -1,5 +1,5 @@
-"""Numbers of the rows of a mini-batch: their own, those that an objective gives a row
-because of others, and the weights of rollouts by their lengths.
+"""Numbers of the samples of a mini-batch: their own, those that an objective computes
+from other samples, and the weights of rollouts by their lengths.
 
 Imported after `device.prepare()`.
 """
@@ -26,9 +26,10 @@ def coupled_numbers(
     current: SampleNumbers,
     reference: SampleNumbers | None,
 ) -> list[Mapping[str, float]]:
-    """Those of each sample, its own included. `name`: of the objective, which compares
-    the rows of all ranks. `current`, `reference`: log-probs of the trained tokens.
-    Raises TrainError if the objective gives a name that a row has already."""
+    """Return the numbers of each sample, including its own. `name` is that of the
+    objective, which compares the samples of all ranks. `current` and `reference` are
+    log-probs of the trained tokens. Raises TrainError if the objective returns a name
+    that a sample has already."""
     numbers: list[Mapping[str, float]] = [
         sample.numbers for sample in mini_batch.samples
     ]
@@ -53,9 +54,9 @@ def weighted_by_length(
     exponent: float,
     scale: float,
 ) -> list[Mapping[str, float]]:
-    """The numbers of each sample, with those of its rollout's length
-    (`length_weights.py`) where it has a trained token. The same on every rank: lengths
-    are those of the whole mini-batch."""
+    """Return the numbers of each sample, with those of its rollout's length
+    (`length_weights.py`) if it has a trained token. Equal on every rank: lengths are
+    those of the whole mini-batch."""
     of_rollout = length_numbers(mini_batch.trained, exponent=exponent, scale=scale)
     return [
         {**of_row, **of_rollout.get(sample.rollout_id, {})}
@@ -80,11 +81,12 @@ def _row_table(
     current: SampleNumbers,
     reference: SampleNumbers | None,
 ) -> RowTable:
-    """Of the samples with these indices, all of which have a trained token."""
+    """Build the table of the samples with these indices, all of which have a trained
+    token."""
     samples = [mini_batch.samples[index] for index in indices]
 
     def sums(arrays: SampleNumbers) -> NDArray[np.float64]:
-        """Over the trained tokens; the arrays are 0 elsewhere."""
+        """Sum over the trained tokens; the arrays are 0 elsewhere."""
         return np.array(
             [arrays[index].sum(dtype=np.float64) for index in indices], np.float64
         )
@@ -102,7 +104,7 @@ def _row_table(
 
 
 def common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
-    """The names that are in all of them."""
+    """Return the names that are in all of them."""
     if not mappings:
         return []
     first, *others = mappings

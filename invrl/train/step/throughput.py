@@ -1,4 +1,4 @@
-"""How much a rank computed in a training step, as metrics.
+"""Amount of work of a rank in a training step, as metrics.
 
 Imported after `device.prepare()`.
 """
@@ -13,7 +13,7 @@ from invrl.types.metrics import Max, Metric, Sum
 def work_amounts(
     shard: Shard, packed: Sequence[Packed], seconds: float
 ) -> dict[str, Metric]:
-    """How much this rank computed. Merging the ranks' metrics adds these up."""
+    """Return this rank's amounts of work. Merging the ranks' metrics adds these up."""
     trained_tokens = 0
     row_tokens = 0
     for mini_batch in shard:

@@ -1,4 +1,4 @@
-"""Records of trained tokens: what each was trained with, in the order of the batch's
+"""Records of trained tokens and their training data, in the order of the batch's
 samples."""
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ def records_of_mini_batch(
     old: "SampleNumbers | None",
     current: "Sequence[torch.Tensor]",
 ) -> list[TokenRecord]:
-    """One for each sample of a mini-batch whose gradient was computed. `current`: the
-    policy's log-probs [N] of each micro-batch; empty where nothing is to be recorded,
-    and on a pipeline stage that has no log-probs: then there are no records at all."""
+    """Return one record for each sample of a mini-batch whose gradient was computed.
+    `current` has the policy's log-probs [N] of each micro-batch; it is empty if nothing
+    is recorded, and on a pipeline stage without log-probs: then there are no records at
+    all."""
     if not current:
         return []
     logprobs = old
@@ -51,8 +52,8 @@ def records_of_batch(
     shards: Sequence[Shard],
     records: Sequence[Sequence[TokenRecord | None]],
 ) -> tuple[TokenRecord | None, ...]:
-    """The records in the order of the batch's samples. `records`: those of each
-    replica, in the order of its shard, or none at all."""
+    """Return the records in the order of the batch's samples. `records` are those of
+    each replica, in the order of its shard, or none at all."""
     record_of: dict[int, TokenRecord | None] = {}
     for shard, records_of_shard in zip(shards, records, strict=True):
         if records_of_shard:

@@ -3,7 +3,7 @@ mini-batch.
 
 With a critic, its values of the whole batch come first, and the advantages are computed
 from them. Each mini-batch is then an optimizer step of the critic, and one of the
-policy unless the critic still learns alone.
+policy unless only the critic learns yet.
 
 Micro-batches go through the chunks of the model in Megatron's schedule, whatever the
 layout. Every rank of a replica packs the same micro-batches; only the last pipeline
@@ -79,8 +79,8 @@ class TrainStep:
     schedule: OptimizerParamScheduler
     reference: FrozenReference | None
     teacher: FrozenReference | None
-    """None: the objective needs none, or the rows have the teacher's log-probs
-    already."""
+    """None: the objective needs none, or the samples already have the teacher's
+    log-probs."""
     _: KW_ONLY
     layout: ParallelLayout
     train: TrainConfig
@@ -94,7 +94,7 @@ class TrainStep:
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
     coefficients: Coefficients = field(init=False)
-    """As the batches so far have adapted them."""
+    """Adapted by the batches so far."""
     passes: Passes = field(init=False)
     _objective: Objective = field(init=False)
     _nonfinite: NonfiniteSteps = field(init=False)
@@ -113,9 +113,9 @@ class TrainStep:
         self._nonfinite = NonfiniteSteps(self.train.max_nonfinite_steps)
 
     def run(self, shard: Shard) -> StepResult:
-        """One optimizer step per mini-batch.
+        """Make one optimizer step per mini-batch.
 
-        Raises TrainError where the objective reads the likeliest tokens and no row has
+        Raises TrainError if the objective reads the likeliest tokens and no sample has
         them.
 
         A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no
@@ -135,8 +135,8 @@ class TrainStep:
         return self.learn(prepared, judged, critic_learns_alone=learns_alone)
 
     def prepare(self, shard: Shard) -> Prepared:
-        """The log-probs that the objective needs of a batch, before its first optimizer
-        step."""
+        """Compute the log-probs that the objective needs of a batch, before its first
+        optimizer step."""
         started = time.monotonic()
         seconds: dict[str, float] = {}
         self._objective = objective_of(self.coefficients.within(self.algorithm))
@@ -174,8 +174,8 @@ class TrainStep:
     def learn(
         self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool
     ) -> StepResult:
-        """The optimizer steps of `run`: of a critic on these ranks, and of the policy,
-        which makes none where the critic learns alone."""
+        """Make the optimizer steps of `run`: of a critic on these ranks, and of the
+        policy, which makes none while only the critic learns."""
         algorithm = self.algorithm
         seconds = prepared.seconds
         packed = prepared.packed
@@ -281,11 +281,11 @@ class TrainStep:
 
     @property
     def progress(self) -> StepProgress:
-        """What is computed now. Other threads may read it."""
+        """Current work. Other threads may read it."""
         return self.passes.progress
 
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
-        """As `Passes.logprobs`."""
+        """See `Passes.logprobs`."""
         return self.passes.logprobs(rows)
 
     def _loss_pass(self, *, records_logprobs: bool) -> LossPass:
@@ -300,9 +300,9 @@ class TrainStep:
     def _update(
         self, loss_pass: LossPass, work: Sequence[LossWork], seconds: dict[str, float]
     ) -> tuple[float, list[dict[str, Metric]]]:
-        """The optimizer's step on a mini-batch. Returns the norm of its gradient, and
-        the metrics of each micro-batch. With a norm of 0, or one that is not finite, no
-        weight has changed."""
+        """Make the optimizer's step on a mini-batch. Returns the norm of its gradient,
+        and the metrics of each micro-batch. With a norm of 0, or one that is not
+        finite, no weight has changed."""
         self.progress.begin("gradients")
         with device.timed(seconds, "forward_backward"):
             for chunk in self.chunks:
@@ -322,9 +322,9 @@ class TrainStep:
         return grad_norm, loss_metrics
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
-        """The objective's metrics of rows that are not trained: no weight and no state
-        changes. `loss` is the objective's own metric of that name, and its loss where
-        it has none. Nothing on a pipeline stage that is not the last."""
+        """Return the objective's metrics of samples that are not trained: no weight and
+        no state changes. `loss` is the objective's own metric of that name, else its
+        loss. Nothing on a pipeline stage that is not the last."""
         seconds: dict[str, float] = {}
         packed = [
             self.passes.pack(self.masks.rows(mini_batch.samples))
@@ -352,8 +352,8 @@ class TrainStep:
         return merge(measured)
 
     def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adapts the coefficients to the batch, on all ranks together. Returns those
-        that acted in it, where they are adapted at all."""
+        """Adapt the coefficients to the batch, on all ranks together. Returns those
+        that acted in it, if they are adapted at all."""
         algorithm = self.algorithm
         before = self.coefficients
         acted: dict[str, Metric] = {}
@@ -376,9 +376,9 @@ class TrainStep:
     def _learn_lambda(
         self, loss_metrics: Sequence[Mapping[str, Metric]], *, makes_step: bool
     ) -> dict[str, Mean]:
-        """Where rollouts are weighted by their lengths: the exponent that acted in the
-        mini-batch. Where it is learned it then makes its step, on all ranks
-        together."""
+        """Return the length exponent that acted in the mini-batch, if rollouts are
+        weighted by their lengths. If it is learned, it then makes its step, on all
+        ranks together."""
         weights = self.algorithm.length_weights
         if weights is None:
             return {}
@@ -391,8 +391,8 @@ class TrainStep:
         return acted
 
     def _move_reference(self, shard: Shard) -> None:
-        """Lets the reference follow the policy, where the settings say so. A version is
-        a batch, and the batch's own is that of the weights before it."""
+        """Let the reference follow the policy, if the settings say so. A version is a
+        batch, and the batch's own is that of the weights before it."""
         if self.reference is None or not shard:
             return
         interval = self.algorithm.reference.reset_steps
@@ -404,8 +404,8 @@ class TrainStep:
             self.reference.follow(1.0 - self.algorithm.reference.ema)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
-        """How the mini-batch's tokens were spread over the experts. `balance`: then the
-        routers' biases make their step, too."""
+        """Return the spread of the mini-batch's tokens over the experts. With
+        `balance`, the routers' biases then make their step."""
         if self.expert_routers is None:
             return {}
         load = self.expert_routers.load()
@@ -423,9 +423,9 @@ class TrainStep:
     def judge(
         self, prepared: Prepared, values: Sequence[SampleNumbers] | None
     ) -> Judged:
-        """Advantages and the critic's targets, before the batch's first optimizer step.
-        `values`: the critic's, by mini-batch; None without a critic. The batch stays as
-        it is where its advantages were computed when it was taken."""
+        """Compute advantages and the critic's targets, before the batch's first
+        optimizer step. `values` are the critic's, by mini-batch; None without a critic.
+        The batch stays unchanged if its advantages were computed when it was taken."""
         shard = prepared.shard
         no_targets = [None] * len(shard)
         algorithm = self.algorithm
@@ -474,8 +474,8 @@ class TrainStep:
         reference: SampleNumbers | None,
         seconds: dict[str, float],
     ) -> list[Mapping[str, float]]:
-        """The numbers of each sample: its own, those that the objective gives a row
-        because of other rows, and those of its rollout's length."""
+        """Return the numbers of each sample: its own, those that the objective computes
+        from other samples, and those of its rollout's length."""
         algorithm = self.algorithm
         numbers = [sample.numbers for sample in mini_batch.samples]
         if needs_of(algorithm).row_table:

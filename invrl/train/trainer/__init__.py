@@ -1,4 +1,4 @@
 """The policy's ranks as Ray actors, and all ranks of a trainer behind one handle.
 
-Start with `train_rank.py`, one rank; `train_handle.py` is what the driver holds.
+Start with `train_rank.py`, one rank; the driver holds `train_handle.py`.
 """

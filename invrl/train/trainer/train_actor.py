@@ -44,7 +44,7 @@ class TrainActor(RankActor["TrainRank"]):
         return await self._in_worker(self._rank.train, shard)
 
     async def place(self) -> StepPlace:
-        """Beside what the worker does."""
+        """Return the current work, concurrently with the worker."""
         return self._rank.place()
 
     async def prepare(self, shard: Shard) -> None:
@@ -76,14 +76,14 @@ class TrainActor(RankActor["TrainRank"]):
         return await self._in_worker(self._rank.stage, version)
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
-        """Beside what the worker does, which may be a training step."""
+        """Offer weights, concurrently with the worker, which may be training."""
         return self._rank.offer(version, engines)
 
     async def copy_model(self, path: str) -> None:
         await self._in_worker(self._rank.copy_model, path)
 
     async def model_written(self) -> FileEntries:
-        """Waits for what `copy_model` began, while the worker trains."""
+        """Wait for what `copy_model` began, while the worker trains."""
         return await asyncio.wrap_future(self._rank.model_written)
 
     async def batches_trained(self) -> int:

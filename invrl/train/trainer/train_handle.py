@@ -3,9 +3,9 @@
 
 A call ends on all ranks, or all ranks are killed (`ranks/rank_calls.py`).
 
-A critic may have ranks of its own. They are numbered after the policy's, so that one
-rule holds for the life of all; they meet in a group of their own, and values and
-returns go through this process.
+A critic may have separate ranks. They are numbered after the policy's, so that one rule
+holds for the life of all; they meet in a separate group, and values and returns go
+through this process.
 """
 
 import os
@@ -45,15 +45,14 @@ _PLACE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticRanks:
-    """The ranks that a critic has for itself."""
+    """Separate ranks of a critic."""
 
     actors: Sequence[ActorHandle[CriticActor]]
-    """In rank order."""
     layout: ParallelLayout
 
 
 class TrainHandle:
-    """`actors`: one per rank of the policy, in rank order."""
+    """Handle of all ranks. `actors` has one per rank of the policy, in rank order."""
 
     def __init__(
         self,
@@ -68,14 +67,14 @@ class TrainHandle:
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`add_rows`: what the objective adds to every batch that is trained or
+        """`add_rows` adds the objective's samples to every batch that is trained or
         evaluated."""
         self._actors = list(actors)
         self._layout = layout
         self._critic = critic
         everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
         self._everyone = RankCalls(everyone, heartbeat_timeout_s=heartbeat_timeout_s)
-        """By number: the critic's ranks are numbered after the policy's."""
+        """Calls of all ranks: the critic's are numbered after the policy's."""
         self._num_minibatches = num_minibatches
         self._cost = cost
         self._add_rows = add_rows
@@ -83,8 +82,8 @@ class TrainHandle:
         self._step_timeout_s = step_timeout_s
 
     async def start(self) -> None:
-        """Returns once every rank has joined and holds the model. Raises ConfigError,
-        TrainError, DeadlineError."""
+        """Start all ranks. Returns once every rank has joined and holds the model.
+        Raises ConfigError, TrainError, DeadlineError."""
         timeout_s = self._start_timeout_s
         calls_to_listen = self._calls([0], timeout_s, TrainActor.listen)
         calls_to_listen |= self._calls_of_critic([0], timeout_s, CriticActor.listen)
@@ -98,8 +97,8 @@ class TrainHandle:
         self._everyone.processes = await self._everyone.wait("start", calls, timeout_s)
 
     def local_pids(self) -> Mapping[str, int]:
-        """The processes of the ranks on this machine that have started, by name, such
-        as "rank-0" and, of the critic's own, "critic-0"."""
+        """Return the processes of the ranks on this machine that have started, by name,
+        such as "rank-0" and, for a critic's separate ranks, "critic-0"."""
         here = os.uname().nodename
         pids: dict[str, int] = {}
         for number, pulse in self._everyone.processes.items():
@@ -110,23 +109,23 @@ class TrainHandle:
         return pids
 
     async def watch(self) -> None:
-        """As `RankCalls.watch`."""
+        """See `RankCalls.watch`."""
         await self._everyone.watch()
 
     async def sleep(self) -> int:
-        """Every rank gives its engines the memory that only training needs. Returns the
-        bytes that are then free on the fullest device. Raises TrainError,
+        """Let every rank release the memory that only training needs to its engines.
+        Returns the bytes that are then free on the fullest device. Raises TrainError,
         DeadlineError."""
         return min((await self._call_all(TrainActor.sleep)).values())
 
     async def wake(self) -> int:
-        """Every rank takes that memory again. Returns the bytes that were free before.
-        As `sleep`."""
+        """Let every rank take that memory again. Returns the bytes that were free
+        before. Raises like `sleep`."""
         return min((await self._call_all(TrainActor.wake)).values())
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        """Metrics are merged over the replicas, seconds are those of the slowest rank.
-        Raises TrainError, DeadlineError."""
+        """Train a batch. Metrics are merged over the replicas, seconds are those of the
+        slowest rank. Raises TrainError, DeadlineError."""
         given = batch
         if self._add_rows is not None:
             batch = self._add_rows(batch)
@@ -143,9 +142,10 @@ class TrainHandle:
     async def _train_beside_critic(
         self, batch: TrainBatch, critic: CriticRanks, given: TrainBatch
     ) -> StepResult:
-        """The critic's ranks value the batch while the policy's compute its log-probs;
-        the policy's compute advantages and returns; then both learn at the same time.
-        `given`: the batch without the rows that the objective adds."""
+        """Train with separate critic ranks: they value the batch while the policy's
+        compute its log-probs; the policy's compute advantages and returns; then both
+        learn at the same time. `given` is the batch without the samples that the
+        objective adds."""
         ends = time.monotonic() + self._step_timeout_s
         shards = self._shards(batch)
         of_critic = shard_batch(
@@ -212,8 +212,8 @@ class TrainHandle:
         )
 
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
-        """The objective's metrics of a batch that is not trained, in which all rows
-        count together. Raises TrainError, DeadlineError."""
+        """Return the objective's metrics of a batch that is not trained, in which all
+        samples count together. Raises TrainError, DeadlineError."""
         if self._add_rows is not None:
             batch = self._add_rows(batch)
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
@@ -221,7 +221,7 @@ class TrainHandle:
         return merge(self._reported(measured))
 
     async def place_text(self) -> str:
-        """What rank 0 computes now, as text. A failure kills no rank. Raises
+        """Return rank 0's current work, as text. A failure kills no rank. Raises
         ServerError, DeadlineError."""
         return str(await self._actors[0].call(TrainActor.place, _PLACE_TIMEOUT_S))
 
@@ -232,7 +232,7 @@ class TrainHandle:
         return answers[self._layout.reporter(0)]
 
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        """Log-probs of each sample's trained tokens under the current weights, 0
+        """Return log-probs of each sample's trained tokens under the current weights, 0
         elsewhere: [T] each."""
         shards = self._shards(batch)
         logprobs_by_rank = await self._call_with_shards(
@@ -262,7 +262,7 @@ class TrainHandle:
         return staged
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
-        """As `Broadcaster.offer`."""
+        """See `Broadcaster.offer`."""
         ranks = [self._layout.model_copy(0)[0]]
         answers = await self._call(
             ranks, self._step_timeout_s, TrainActor.offer, version, engines
@@ -270,7 +270,8 @@ class TrainHandle:
         return answers[ranks[0]]
 
     async def save_checkpoint(self, path: str) -> FileEntries:
-        """The critic's own ranks write after the policy's, into a folder below."""
+        """Save a checkpoint. The critic's separate ranks write after the policy's, into
+        a folder below."""
         entries = _merged(await self._call_all(TrainActor.save_checkpoint, path))
         below = str(Path(path) / CRITIC_FOLDER)
         of_critic = await self._call_critic(CriticActor.save_checkpoint, below)
@@ -302,8 +303,8 @@ class TrainHandle:
         await self._call_critic(CriticActor.load_checkpoint, path)
 
     async def batches_trained(self) -> int:
-        """Batches trained since the start. Answered after the batch that is under
-        way."""
+        """Return the number of batches trained since the start, after the current
+        one."""
         return await self._call_first(TrainActor.batches_trained)
 
     async def export_hugging_face(self, path: str) -> FileEntries:
@@ -314,13 +315,13 @@ class TrainHandle:
         self._everyone.stop()
 
     def _shards(self, batch: TrainBatch) -> list[Shard]:
-        """One shard per replica."""
+        """Return one shard per replica."""
         return shard_batch(
             batch, ranks=self._layout.data, steps=self._num_minibatches, cost=self._cost
         )
 
     def _reported(self, answers: Mapping[int, Answer]) -> list[Answer]:
-        """One answer per replica: that of its reporter."""
+        """Return one result per replica: that of its reporter."""
         return [
             answers[self._layout.reporter(replica)]
             for replica in range(self._layout.data)
@@ -332,17 +333,17 @@ class TrainHandle:
 
     @property
     def _critic_ranks(self) -> Sequence[int]:
-        """Within the critic. Nothing where it has no ranks of its own."""
+        """Ranks within the critic. Empty if it has no separate ones."""
         return range(len(self._critic.actors)) if self._critic is not None else ()
 
     def _number_in_critic(self, rank: int) -> int:
-        """The number of a rank of the critic among all."""
+        """Return the number of a rank of the critic among all."""
         return len(self._actors) + rank
 
     def _numbered(
         self, calls: Mapping[int, Coroutine[Any, Any, Answer]]
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls of the critic's ranks, by their numbers among all."""
+        """Return calls of the critic's ranks by their numbers among all."""
         return {self._number_in_critic(rank): call for rank, call in calls.items()}
 
     async def _call_first(
@@ -351,7 +352,7 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Calls a method on rank 0 alone."""
+        """Call a method on rank 0 alone."""
         answers = await self._call([0], self._step_timeout_s, method, *args, **kwargs)
         return answers[0]
 
@@ -361,7 +362,7 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on every rank, with the same arguments."""
+        """Call a method on every rank, with the same arguments."""
         return await self._call(
             self._all_ranks, self._step_timeout_s, method, *args, **kwargs
         )
@@ -372,7 +373,7 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on the ranks that hold the first copy of the model, with the
+        """Call a method on the ranks that hold the first copy of the model, with the
         same arguments."""
         ranks = self._layout.model_copy(0)
         return await self._call(ranks, self._step_timeout_s, method, *args, **kwargs)
@@ -382,7 +383,7 @@ class TrainHandle:
         method: Callable[[TrainActor, Shard], Awaitable[Answer]],
         shards: Sequence[Shard],
     ) -> dict[int, Answer]:
-        """Calls a method on every rank of the policy, with the shard of its replica."""
+        """Call a method on every rank of the policy, with the shard of its replica."""
         timeout_s = self._step_timeout_s
         calls = self._calls_by_replica(
             self._actors, self._layout, timeout_s, method, shards
@@ -395,8 +396,8 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on every rank of the critic's own, with the same arguments.
-        Nothing without such."""
+        """Call a method on the critic's separate ranks, with the same arguments. Empty
+        without such."""
         if self._critic is None:
             return {}
         timeout_s = self._step_timeout_s
@@ -413,8 +414,8 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on these ranks of the policy, with the same arguments. The
-        answers are by rank."""
+        """Call a method on these ranks of the policy, with the same arguments. Results
+        are by rank."""
         calls = self._calls(ranks, timeout_s, method, *args, **kwargs)
         return await self._everyone.wait(method.__name__, calls, timeout_s)
 
@@ -426,7 +427,7 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls for `RankCalls.wait`, of ranks of the policy."""
+        """Make calls for `RankCalls.wait`, of ranks of the policy."""
         deadline_s = call_deadline(timeout_s)
         return {
             rank: self._actors[rank].call(method, deadline_s, *args, **kwargs)
@@ -441,8 +442,8 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls for `RankCalls.wait`, of ranks within the critic. Nothing where it has
-        none of its own."""
+        """Make calls for `RankCalls.wait`, of ranks within the critic. Empty without
+        separate ones."""
         if self._critic is None:
             return {}
         deadline_s = call_deadline(timeout_s)
@@ -462,7 +463,8 @@ class TrainHandle:
         method: Callable[[ActorT, Argument], Awaitable[Answer]],
         by_replica: Sequence[Argument],
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls of all these actors, by rank, with what their replica is to have."""
+        """Make calls of all these actors, by rank, with the arguments of their
+        replica."""
         deadline_s = call_deadline(timeout_s)
         calls: dict[int, Coroutine[Any, Any, Answer]] = {}
         for rank, actor in enumerate(actors):
@@ -475,8 +477,8 @@ class TrainHandle:
 def _step_result(
     reported: Sequence[StepResult], all_results: Iterable[StepResult]
 ) -> StepResult:
-    """`reported`: one per replica, the policy's first. Seconds are those of the slowest
-    rank."""
+    """Merge results. `reported` has one per replica, the policy's first. Seconds are
+    those of the slowest rank."""
     seconds: dict[str, float] = {}
     for result in all_results:
         for phase, spent in result.seconds.items():
@@ -490,13 +492,14 @@ def _step_result(
 
 
 def _below_critic(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
-    """The files of the critic's own ranks, below the checkpoint's folder."""
+    """Return the files of the critic's separate ranks, below the checkpoint's
+    folder."""
     entries = _merged(entries_by_rank)
     return {f"{CRITIC_FOLDER}/{path}": entry for path, entry in entries.items()}
 
 
 def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
-    """The files of all ranks."""
+    """Return the files of all ranks."""
     return {
         path: entry
         for entries in entries_by_rank.values()

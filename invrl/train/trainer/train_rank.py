@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 
 class TrainRank(SavingRank):
-    """Raises ConfigError, TrainError, or torch's error if the other ranks do not come
-    in time."""
+    """One rank. The constructor raises ConfigError, TrainError, or torch's error if the
+    other ranks do not come in time."""
 
     def __init__(
         self, settings: RankSettings, port: int, listener: socket.socket | None
@@ -147,7 +147,7 @@ class TrainRank(SavingRank):
         self._prepared: Prepared | None = None
         self._judged: Judged | None = None
         self.model_written: Future[FileEntries] = Future()
-        """Of the model that `copy_model` copied last."""
+        """Done when the model copied last by `copy_model` is written."""
 
     def _build_step(
         self,
@@ -155,8 +155,8 @@ class TrainRank(SavingRank):
         critic: "Critic | None",
         options: MegatronOptions,
     ) -> "TrainStep":
-        """The training step over this rank's chunks, with their optimizer, the frozen
-        models and what their experts need."""
+        """Build the training step over this rank's chunks, with their optimizer, the
+        frozen models and the experts' parts."""
         from invrl.train.layers.expert_load import ExpertRouters
         from invrl.train.layers.routing_replay import RoutingRecorder
         from invrl.train.model.optimizer import distribute, make_schedule
@@ -214,16 +214,16 @@ class TrainRank(SavingRank):
         )
 
     def sleep(self) -> int:
-        """Gives the memory back that only training needs, until `wake`: engines on this
-        rank's device take it. What the rank keeps on a GPU is taken before that, the
-        arena too. Returns the bytes that are then free on the device."""
+        """Release the memory that only training needs, until `wake`: engines on this
+        rank's device take it. The rank's other GPU memory is allocated before,
+        including the arena. Returns the bytes that are then free on the device."""
         if self._settings.arena_on_gpu and self._weights.collects:
             _ = self._transport
         self._training_memory.offload()
         return self._log_memory("sleeps")
 
     def wake(self) -> int:
-        """Takes that memory again. Returns the bytes that were free on the device
+        """Take that memory again. Returns the bytes that were free on the device
         before."""
         free = self._log_memory("wakes")
         self._training_memory.restore()
@@ -241,20 +241,20 @@ class TrainRank(SavingRank):
         return free
 
     def train(self, shard: Shard) -> StepResult:
-        """Trains one batch. If it raises TrainError, no weight has changed since the
+        """Train one batch. If it raises TrainError, no weight has changed since the
         last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
         return self._reported(result)
 
     def prepare(self, shard: Shard) -> None:
-        """With a critic on ranks of its own, the first part of a batch; `judge` and
-        `learn` follow. What is computed stays on this rank."""
+        """Compute the first part of a batch with a critic on separate ranks; `judge`
+        and `learn` follow. The results stay on this rank."""
         self._prepared = self._step.prepare(shard)
 
     def judge(self, values: ValuesOfShard) -> ValuesOfShard:
-        """The second part: advantages from the critic's values, which stay on this
-        rank, and the returns that the critic is to learn."""
+        """Compute the second part: advantages from the critic's values, which stay on
+        this rank, and the returns that the critic learns."""
         assert self._prepared is not None, "prepare comes first"
         self._judged = self._step.judge(self._prepared, values)
         return [
@@ -264,7 +264,7 @@ class TrainRank(SavingRank):
         ]
 
     def learn(self, *, critic_learns_alone: bool) -> StepResult:
-        """The third part. As `train`."""
+        """Compute the third part. Returns like `train`."""
         assert self._prepared is not None, "prepare comes first"
         assert self._judged is not None, "judge comes first"
         result = self._step.learn(
@@ -276,8 +276,8 @@ class TrainRank(SavingRank):
         return self._reported(result)
 
     def _reported(self, result: StepResult) -> StepResult:
-        """With the memory that was used. The tokens' records are those of the rank that
-        answers for its replica; the others have the same ones."""
+        """Add the used memory. The tokens' records are those of the rank that reports
+        for its replica; the others have the same ones."""
         layout = self._settings.layout
         rank = self._settings.rank
         token_records = result.token_records
@@ -287,16 +287,16 @@ class TrainRank(SavingRank):
         return replace(result, metrics=metrics, token_records=token_records)
 
     def place(self) -> StepPlace:
-        """What is computed now. Any thread may ask."""
+        """Return the current work. Any thread may call it."""
         return self._step.progress.place
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
-        """As `TrainStep.evaluate`."""
+        """See `TrainStep.evaluate`."""
         return self._step.evaluate(shard)
 
     def _memory_metrics(self, result: StepResult) -> dict[str, Metric]:
-        """Memory of the rank that has used most, beside the estimate for the largest
-        micro-batch so far."""
+        """Return the memory of the rank that has used most, with the estimate for the
+        largest micro-batch so far."""
         from invrl.train.parallel.process_group import largest_of_ranks
 
         largest_micro_batch = int(
@@ -311,13 +311,13 @@ class TrainRank(SavingRank):
         }
 
     def batches_trained(self) -> int:
-        """Whole batches trained since the start. Calls run one at a time, so none is
-        under way."""
+        """Return the number of whole batches trained since the start. Calls run one at
+        a time, so none is under way."""
         return self._num_batches
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Log-prob of each prompt's token t >= 1 given those before it, at temperature
-        1: [T-1] each."""
+        """Return the log-prob of each prompt's token t >= 1 given those before it, at
+        temperature 1: [T-1] each."""
         rows: list[Row] = []
         for prompt in prompts:
             tokens_T = np.asarray(prompt, np.int32)
@@ -331,8 +331,8 @@ class TrainRank(SavingRank):
         return [logprobs_T[1:] for logprobs_T in self._step.logprobs(rows)]
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
-        """Log-probs of a shard's trained tokens under the current weights: one array
-        [T] per sample, in the shard's order."""
+        """Return log-probs of a shard's trained tokens under the current weights: one
+        array [T] per sample, in the shard's order."""
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
         return self._step.logprobs(self._masks.rows(samples))
 
@@ -340,9 +340,9 @@ class TrainRank(SavingRank):
         return self._served_specs
 
     def stage(self, version: WeightVersion) -> StagedWeights | None:
-        """Writes the current weights, under Hugging Face names, where the engines can
-        read them. The weights staged before stay whole until the next call. None on the
-        ranks that only give their parts."""
+        """Write the current weights, under Hugging Face names, where the engines can
+        read them. The previously staged weights stay intact until the next call. None
+        on the ranks that only send their parts."""
         first, *others = self._weights.ranks
         if others and isinstance(self._settings.weights, ArenaWeights):
             parts = self._weights.own_parts(self._served_dtype)
@@ -368,7 +368,7 @@ class TrainRank(SavingRank):
         return whole_hash(adds_up=several_ranks or self._settings.arena_on_gpu)
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
-        """As `Broadcaster.offer`. Only with the transport `collective`, on the rank
+        """See `Broadcaster.offer`. Only with the transport `collective`, on the rank
         that has staged."""
         broadcaster = self._transport
         assert isinstance(broadcaster, Broadcaster), (
@@ -378,7 +378,8 @@ class TrainRank(SavingRank):
 
     @cached_property
     def _file_server(self) -> WeightFileServer | None:
-        """Raises OSError if the address is none of this machine."""
+        """File server of the weights. Raises OSError if the address is not one of this
+        machine."""
         weights = self._settings.weights
         if not isinstance(weights, FileWeights) or not weights.host:
             return None
@@ -410,8 +411,8 @@ class TrainRank(SavingRank):
                 )
 
     def copy_model(self, path: str) -> None:
-        """Copies the weights, and begins to write them as `export_hugging_face` does,
-        beside training. The result is that of `model_written`."""
+        """Copy the weights, and begin to write them like `export_hugging_face`, during
+        training. `model_written` gets the result."""
         from invrl.train.weights.hf_export import export_hugging_face
 
         copies: deque[tuple[str, torch.Tensor]] = deque()
@@ -438,9 +439,9 @@ class TrainRank(SavingRank):
         super().copy_checkpoint(path)
 
     def export_hugging_face(self, path: str) -> FileEntries:
-        """Writes a folder that plain transformers loads: weights in the training dtype,
-        the chat template that the run uses, and the other files as they came. One rank
-        writes; the others give their parts. Returns the entries of the files with
+        """Write a folder that plain transformers loads: weights in the training dtype,
+        the chat template that the run uses, and the other files unchanged. One rank
+        writes; the others send their parts. Returns the entries of the files with
         weights, on the rank that writes."""
         from invrl.train.weights.hf_export import export_hugging_face
 
@@ -459,6 +460,6 @@ class TrainRank(SavingRank):
 
 
 def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Sends this rank's parts; the iterator yields nothing here."""
+    """Send this rank's parts; the iterator yields nothing here."""
     for name, _ in weights:
         raise AssertionError(f"{name} was collected on a rank that only sends")

@@ -37,7 +37,7 @@ class TrainerState(SavedState):
         schedule: OptimizerParamScheduler,
         step: TrainStep,
     ) -> None:
-        """`step`: has the coefficients, a reference that may move, and the critic, if
+        """`step` has the coefficients, a reference that may move, and the critic, if
         there is one."""
         self._step = step
         self._moving_reference = (
@@ -52,7 +52,8 @@ class TrainerState(SavedState):
         super().__init__(optimizers)
 
     def load(self, path: str) -> None:
-        """Called on all ranks together. Raises TrainError if there is no checkpoint."""
+        """Load a checkpoint. Called on all ranks together. Raises TrainError if there
+        is none."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
         if self._critic is not None:

@@ -1,17 +1,17 @@
-"""How the ranks that hold one copy of the model write a slot of the arena together:
-each its own part of each tensor, at its place, straight from its parameters.
+"""Staging in the arena: the ranks that hold one copy of the model write a slot
+together, each its own part of each tensor, directly from its parameters.
 
     first rank: takes the slot ──► all: write their parts ──► all: hash a share of the
     tensors ──► first rank
 
-No weight is sent from rank to rank, and hashing is shared out too. A rank needs no
-memory but for the part of one parameter in the engines' dtype, and for a copy of that
-where it has to be taken apart (`split`).
+No weight is sent from rank to rank, and hashing is also shared. A rank only needs
+memory for the part of one parameter in the engines' dtype, and for a copy of that if it
+must be split (`split`).
 
 Invariant: nothing is hashed before every rank has written, and a tensor of which a part
-is missing is an error. The ranks send one another where the slot is, how much was
+is missing is an error. The ranks exchange the location of the slot, the amounts
 written, and checksums. If one fails, the others wait until the trainer ends them, as in
-every call that ranks make together.
+all collective calls.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def _slots(arena: ArenaHandle, layout: WeightLayout) -> Sequence[Slot]:
-    """They stay mapped. `arena`: its first slot."""
+    """Map the slots of an arena, given its first one. They stay mapped."""
     return open_arena(arena, layout, writable=True)
 
 
 def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
-    """Returns how many elements of each tensor were written. Keeps no part. Raises
-    LayoutError."""
+    """Write the parts and return the number of written elements of each tensor. Keeps
+    no part. Raises LayoutError."""
     written: Counter[str] = Counter()
     for part in parts:
         tensor = slot.get(part.name)
@@ -67,8 +67,7 @@ def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
 
 
 def check_covered(layout: WeightLayout, written: Iterable[Mapping[str, int]]) -> None:
-    """Raises LayoutError unless as many elements of each tensor were written as it
-    has."""
+    """Raise LayoutError unless all elements of each tensor were written."""
     total: Counter[str] = Counter()
     for of_rank in written:
         total.update(of_rank)
@@ -81,7 +80,8 @@ def check_covered(layout: WeightLayout, written: Iterable[Mapping[str, int]]) ->
 
 
 def shares(layout: WeightLayout, count: int) -> list[list[str]]:
-    """The tensors that each of `count` ranks hashes: about equally many bytes."""
+    """Return the tensors that each of `count` ranks hashes: about equally many
+    bytes."""
     names: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
     for spec in sorted(layout, key=num_bytes, reverse=True):
@@ -98,8 +98,8 @@ def stage_first(
     parts: Iterable[TensorPart],
     others: Sequence[int],
 ) -> StagedWeights:
-    """On the rank that owns the arena. `others`: the ranks that call `stage_other`
-    meanwhile."""
+    """Stage on the rank that owns the arena. `others` are the ranks that call
+    `stage_other` meanwhile."""
     with writer.writing(version) as (place, slot):
         for rank in others:
             _send(place, rank)
@@ -124,7 +124,8 @@ def stage_other(
     first: int,
     hash_tensors: HashTensors,
 ) -> None:
-    """On every other rank of the copy. `first`: the rank that owns the arena."""
+    """Stage on every other rank of the copy. `first` is the rank that owns the
+    arena."""
     place: ArenaHandle = _receive(first)
     slot = _slots(place.at(0), layout)[place.slot]
     written = write_parts(slot, parts)

@@ -1,13 +1,14 @@
-"""Weights between a Hugging Face folder, Megatron's parameters, and the engines.
+"""Conversion of weights between a Hugging Face folder, Megatron's parameters, and the
+engines.
 
 A rank reads only the layers of its pipeline stage, the experts that it has, and its own
 part of a tensor that tensor-parallel ranks divide. To export, the ranks that hold one
 copy of the model send their parts to the first of them, bucket by bucket, so that no
-process ever holds a second model. Into the arena each writes its own parts
+process ever holds a second model. Each writes its own parts into the arena
 (`arena_staging.py`).
 
-Invariant: what is exported right after loading is what was loaded, byte for byte, under
-the same names. Imported after `device.prepare()`.
+Invariant: weights exported directly after loading equal the loaded ones, byte for byte,
+under the same names. Imported after `device.prepare()`.
 """
 
 import math
@@ -34,11 +35,11 @@ from invrl.user_code.model_folder import tensor_files
 from invrl.weights.tensor_slice import TensorPart
 
 BUCKET_BYTES = 64 << 20
-"""What a rank sends at a time, or one parameter if that is larger."""
+"""Bytes that a rank sends at a time, or one parameter if that is larger."""
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:
-    """The model's parameters, in sending order."""
+    """Return the model's parameters, in sending order."""
     return FAMILIES[config.model_type].parameters(config)
 
 
@@ -47,7 +48,7 @@ def load_weights(
     config: HuggingFaceConfig,
     folder: str | Path,
 ) -> None:
-    """Fills this rank's parameters, or its parts of them, from the folder's safetensors
+    """Fill this rank's parameters, or its parts of them, from the folder's safetensors
     files, cast to the parameter's dtype. Arguments and errors are those of
     `read_weights`."""
     with torch.no_grad():
@@ -60,9 +61,9 @@ def read_weights(
     config: HuggingFaceConfig,
     folder: str | Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what the folder's safetensors files have for each of this rank's
-    parameters, or for its part of it, in the dtype of the files. `own_parameters`: by
-    their names in the whole model. A tensor may be a view of the file.
+    """Yield the folder's safetensors data for each of this rank's parameters, or for
+    its part of it, in the dtype of the files. `own_parameters` are by name in the whole
+    model. A tensor may be a view of the file.
 
     Raises TrainError unless names and shapes fit exactly, ConfigError for a folder
     without such files.
@@ -103,8 +104,8 @@ def read_weights(
 
 
 def _own_part(file: Any, name: str, dimension: int | None) -> torch.Tensor:
-    """A tensor of an open safetensors file: this tensor-parallel rank's part along
-    `dimension`, all of it where that is None."""
+    """Return a tensor of an open safetensors file: this tensor-parallel rank's part
+    along `dimension`, all of it if that is None."""
     if dimension is None:
         return file.get_tensor(name)
     whole = file.get_slice(name)
@@ -118,7 +119,7 @@ def _own_part(file: Any, name: str, dimension: int | None) -> torch.Tensor:
 
 
 def _own_groups(config: HuggingFaceConfig) -> int:
-    """Key-value heads of this tensor-parallel rank."""
+    """Return the number of key-value heads of this tensor-parallel rank."""
     return (
         config.num_key_value_heads
         // parallel_state.get_tensor_model_parallel_world_size()
@@ -127,16 +128,16 @@ def _own_groups(config: HuggingFaceConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Which ranks of a copy of the model have a parameter."""
+    """Ranks of a copy of the model that have a parameter."""
 
     ranks: tuple[int, ...]
-    """In the order of their parts; one rank if it has all of it."""
+    """Ranks in the order of their parts; one rank if it has all of it."""
     shape: tuple[int, ...]
-    """Of one rank's part."""
+    """Shape of one rank's part."""
 
 
 class ReplicaWeights:
-    """The weights of one copy of the model, which all its ranks offer together under
+    """Weights of one copy of the model, which all its ranks offer together under
     Hugging Face names."""
 
     def __init__(
@@ -145,8 +146,8 @@ class ReplicaWeights:
         config: HuggingFaceConfig,
         layout: ParallelLayout,
     ) -> None:
-        """Called on all ranks together. Raises TrainError for a parameter that no rank
-        of the copy has."""
+        """All ranks call it together. Raises TrainError for a parameter that no rank of
+        the copy has."""
         self._config = config
         self._table = parameters(config)
         self._own_parameters = parameters_of(chunks)
@@ -156,19 +157,19 @@ class ReplicaWeights:
 
     @property
     def collects(self) -> bool:
-        """Whether this is the rank that the others send their parts to."""
+        """Whether the others send their parts to this rank."""
         return self._rank == self._ranks[0]
 
     def export(
         self, dtype: torch.dtype, values: Mapping[str, torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (Hugging Face name, contiguous tensor in `dtype`), in sending order,
-        on the rank that collects. On the others it yields nothing, and must be
-        exhausted all the same, for they send.
+        """Yield (Hugging Face name, contiguous tensor in `dtype`), in sending order, on
+        the rank that collects. On the others it yields nothing but must still be
+        exhausted, because they send.
 
-        `values`: what to export in the place of each parameter, by its name; what no
-        optimizer trains is left out then. None: all of them, as they are. A tensor may
-        be a view of the model's own memory: use it before the next training step.
+        `values` replaces each parameter by name; untrained ones are then left out.
+        None: all of them, unchanged. A tensor may be a view of the model's own memory:
+        use it before the next training step.
         """
         table = self._table
         if values is None:
@@ -190,13 +191,13 @@ class ReplicaWeights:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of this copy of the model; the first collects."""
+        """Ranks of this copy of the model; the first collects."""
         return self._ranks
 
     def own_parts(self, dtype: torch.dtype) -> Iterator[TensorPart]:
-        """Of each tensor what this rank has, in `dtype`. The parts of all ranks are the
-        model, each element once. Parts are views of the model's memory where they can
-        be."""
+        """Yield this rank's part of each tensor, in `dtype`. The parts of all ranks are
+        the model, each element once. Parts are views of the model's memory where
+        possible."""
         for parameter in self._table:
             holding = self._holdings[parameter.megatron]
             if self._rank not in holding.ranks:
@@ -219,7 +220,7 @@ class ReplicaWeights:
                 )
 
     def _exchange_holdings(self, layout: ParallelLayout) -> dict[str, _Holding]:
-        """By the parameter's name."""
+        """Return the holdings by the parameter's name."""
         own_shapes = {
             name: tuple(parameter.shape)
             for name, parameter in self._own_parameters.items()
@@ -243,8 +244,8 @@ class ReplicaWeights:
     def _buckets(
         self, table: Sequence[Parameter], dtype: torch.dtype
     ) -> Iterator[dict[str, Parameter]]:
-        """The parameters in order, by their names, in buckets of one dtype and of at
-        most `BUCKET_BYTES` of one rank's parts, or of one parameter."""
+        """Yield the parameters in order, by their names, in buckets of one dtype and of
+        at most `BUCKET_BYTES` of one rank's parts, or of one parameter."""
         bucket: dict[str, Parameter] = {}
         bucket_bytes = 0
         bucket_dtype = dtype
@@ -271,8 +272,8 @@ class ReplicaWeights:
         values: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """On the rank that collects: the holder's parts of these parameters. The holder
-        sends them."""
+        """Yield the holder's parts of these parameters, on the rank that collects. The
+        holder sends them."""
         if not names:
             return
         if holder == self._rank:
@@ -294,7 +295,7 @@ class ReplicaWeights:
 def _assemble(
     parameter: Parameter, parts: Sequence[torch.Tensor], config: HuggingFaceConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The Hugging Face tensors of a parameter from its parts, in the order of the
+    """Yield the Hugging Face tensors of a parameter from its parts, in the order of the
     tensor-parallel ranks."""
     groups = _own_groups(config)
     split_parts = [
@@ -312,7 +313,7 @@ def _assemble(
 
 
 def _exported_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, unless the parameter has one of its own."""
+    """Return `dtype`, unless the parameter has its own."""
     if parameter.dtype is None:
         return dtype
     return getattr(torch, parameter.dtype)
@@ -321,8 +322,8 @@ def _exported_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
 def weight_specs(
     config: HuggingFaceConfig, folder: str | Path, dtype: torch.dtype
 ) -> WeightLayout:
-    """The names, shapes and dtypes that `ReplicaWeights.export` yields for the model of
-    this folder."""
+    """Return the names, shapes and dtypes that `ReplicaWeights.export` yields for the
+    model of this folder."""
     files = tensor_files(Path(folder))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     specs: list[TensorSpec] = []

@@ -1,10 +1,10 @@
-"""The trainer's end of the weight transport `delta`: what changed since the version
-before, as a folder.
+"""The trainer's end of the weight transport `delta`: the changes since the previous
+version, as a folder.
 
 Invariant: a folder appears under its name when its files are whole and on disk. The
-chains (`weights/delta_folder.py`) of the version staged last and of the one before it
-are on disk; other folders are removed. Every n-th version is written whole, and so is
-one that follows a failure or is tried again.
+chains (`weights/delta_folder.py`) of the version staged last and of its predecessor are
+on disk; other folders are removed. Every n-th version is written whole, as is one that
+follows a failure or is tried again.
 
 Takes one copy of the weights in the memory of the rank that writes, to compare the next
 version with.
@@ -40,7 +40,7 @@ _Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class DeltaFolders:
-    """Chains of folders below `parent`, which holds nothing else. `full_every`: the
+    """Chains of folders below `parent`, which holds nothing else. `full_every` is the
     length of a chain."""
 
     def __init__(self, layout: WeightLayout, parent: Path, *, full_every: int) -> None:
@@ -48,20 +48,19 @@ class DeltaFolders:
         self._parent = parent
         self._full_every = full_every
         self._version: WeightVersion | None = None
-        """What was staged last. None if that failed."""
+        """Version staged last. None if that failed."""
         self._chain: list[Path] = []
-        """To the newest version that is on disk."""
+        """Chain of the newest version on disk."""
         self._chain_before: list[Path] = []
-        """To the version before, which engines may have to go back to."""
+        """Chain of the previous version, to which engines may have to return."""
         self._base: dict[str, torch.Tensor] = {}
-        """The bytes of the version staged last. Empty: the next one is written
-        whole."""
+        """Bytes of the version staged last. Empty: the next one is written whole."""
         for left in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def stage(self, version: WeightVersion, tensors: _Tensors) -> StagedWeights:
-        """Writes the tensors of the layout, in its order, from any device. Raises
-        LayoutError, and WeightSyncError if they cannot be written: DiskFullError where
+        """Write the tensors of the layout, in its order, from any device. Raises
+        LayoutError, and WeightSyncError if they cannot be written: DiskFullError if
         there is no space."""
         if version == self._version:  # a failed update is tried again
             self._base = {}
@@ -115,7 +114,7 @@ class DeltaFolders:
     def _write_whole(
         self, folder: Path, tensors: _Tensors, base: dict[str, torch.Tensor]
     ) -> dict[str, str]:
-        """Returns the checksums. Fills `base`."""
+        """Write all tensors, fill `base` and return the checksums."""
         checksums: dict[str, str] = {}
 
         def kept() -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,7 +130,7 @@ class DeltaFolders:
     def _write_difference(
         self, folder: Path, tensors: _Tensors, base: dict[str, torch.Tensor]
     ) -> dict[str, str]:
-        """Returns the checksums. `base` becomes what is written. Raises TrainError,
+        """Write the changes, update `base` and return the checksums. Raises TrainError,
         ValueError."""
         checksums: dict[str, str] = {}
         frames: dict[str, Frame] = {}

@@ -2,9 +2,8 @@
 that engines share.
 
 Invariant: a folder appears under its name when its file is whole and on disk. The
-version staged last stays while the next one is written, so that engines can go back to
-it and newcomers can load it. What a writer that was killed left is removed at the
-start.
+version staged last stays while the next one is written, so that engines can return to
+it and newcomers can load it. Remains of a killed writer are removed at the start.
 """
 
 import shutil
@@ -31,15 +30,15 @@ class WeightFolders:
         self._layout = layout
         self._parent = parent
         self._staged: list[WeightVersion] = []
-        """The versions whose folders exist, in the order in which they were staged."""
+        """Versions whose folders exist, in the order of staging."""
         for left in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def stage(
         self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> StagedWeights:
-        """Writes the tensors of the layout, in its order, from any device. Raises
-        LayoutError, and WeightSyncError if they cannot be written: DiskFullError where
+        """Write the tensors of the layout, in its order, from any device. Raises
+        LayoutError, and WeightSyncError if they cannot be written: DiskFullError if
         there is no space."""
         self._keep_newest_besides(version)
         folder = self._path(version)
@@ -77,8 +76,8 @@ class WeightFolders:
         )
 
     def _keep_newest_besides(self, version: WeightVersion) -> None:
-        """Removes every other version but the newest: the engines may have to go back
-        to that one."""
+        """Remove every other version but the newest, to which the engines may have to
+        return."""
         others = [staged for staged in self._staged if staged != version]
         kept = others[-1:]
         for staged in self._staged:

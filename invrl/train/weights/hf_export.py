@@ -27,7 +27,7 @@ _NOT_COPIED = (
     MANIFEST_NAME,
     KEEP_NAME,
 )
-"""Ends of file names: the source's weights, and what a run adds to a folder."""
+"""Ends of file names: the source's weights, and files that a run adds to a folder."""
 
 
 def export_hugging_face(
@@ -39,14 +39,14 @@ def export_hugging_face(
     chat_template: str = "",
     max_shard_bytes: float,
 ) -> FileEntries:
-    """Writes the weights, which are those of `specs`; copies configuration, tokenizer
-    and template from `source`.
+    """Write the weights of `specs`, and copy configuration, tokenizer and template from
+    `source`.
 
-    A `chat_template` replaces the source's own, so that whoever serves the model uses
-    the template that it was trained with. The folder appears whole at `path` and
-    replaces one that was there; its files are on disk by then. The files get ordinary
-    modes, whatever the modes of the source's files. Returns the entries of the files
-    with weights.
+    A `chat_template` replaces the source's own, so that the model is served with the
+    template it was trained with. The folder appears whole at `path` and replaces one
+    that was there; its files are on disk by then. The files get ordinary modes,
+    whatever the modes of the source's files. Returns the entries of the files with
+    weights.
     """
     folder = Path(path)
     new_folder = folder.with_name(folder.name + ".new")
@@ -67,8 +67,8 @@ def export_hugging_face(
 
 
 def copy_other_files(source: Path, to: Path) -> None:
-    """Copies configuration, tokenizer and template of a Hugging Face folder: all but
-    its weights."""
+    """Copy configuration, tokenizer and template of a Hugging Face folder: all but its
+    weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, to / file.name)
@@ -80,7 +80,7 @@ def copy_other_files(source: Path, to: Path) -> None:
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:
-    """Writes the weights' dtype into config.json, under the name of transformers 5."""
+    """Write the weights' dtype into config.json, under the name of transformers 5."""
     hf_config = json.loads(config_file.read_text(encoding="utf-8"))
     hf_config.pop("torch_dtype", None)
     hf_config["dtype"] = dtype

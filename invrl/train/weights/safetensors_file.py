@@ -2,7 +2,7 @@
 
 `safetensors.torch.save_file` takes all tensors at once and turns each of them into
 bytes before it writes the first, so that a second model is in memory. It also makes the
-file readable by its owner alone, whatever the umask says. Here one tensor at a time is
+file readable by its owner alone, whatever the umask. Here one tensor at a time is
 copied, and the file has an ordinary mode.
 
 The format is eight bytes with the length of the header (little-endian), the header as
@@ -27,8 +27,8 @@ from invrl.weights.tensor_spec import num_bytes, spec_of
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes by torch's name -> the format's name."""
 INDEX_NAME = "model.safetensors.index.json"
-"""Names the file of each tensor, where there are several. transformers and SGLang read
-it."""
+"""Index that names the file of each tensor, if there are several. transformers and
+SGLang read it."""
 _ALIGNMENT = 8
 """Bytes. The first tensor begins at a multiple of it, as in the files of the reference
 implementation."""
@@ -41,10 +41,9 @@ def write_weights(
     *,
     max_shard_bytes: float,
 ) -> dict[str, FileEntry]:
-    """Writes the tensors of the layout, in its order, into files of at most
-    `max_shard_bytes` (or of one tensor that is larger), under the names that
-    transformers gives them. Returns what was written, by file name; of the index
-    nothing. Raises as `write_safetensors`."""
+    """Write the tensors of the layout, in its order, into files of at most
+    `max_shard_bytes` (or of one larger tensor), under transformers' names. Returns
+    entries by file name, without the index. Raises like `write_safetensors`."""
     shards = divide_into_shards(layout, max_shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
@@ -65,8 +64,8 @@ def write_weights(
 
 
 def divide_into_shards(layout: WeightLayout, max_bytes: float) -> list[WeightLayout]:
-    """Consecutive parts of the layout of at most `max_bytes`, or of one tensor that is
-    larger."""
+    """Divide the layout into consecutive parts of at most `max_bytes`, or of one larger
+    tensor."""
     shards: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in layout:
@@ -79,7 +78,7 @@ def divide_into_shards(layout: WeightLayout, max_bytes: float) -> list[WeightLay
 
 
 def _index(names: Sequence[str], shards: Sequence[WeightLayout]) -> str:
-    """As JSON, as transformers writes it."""
+    """Return the index as JSON, as transformers writes it."""
     file_by_tensor: dict[str, str] = {}
     total_size = 0
     for name, shard in zip(names, shards, strict=True):
@@ -96,10 +95,10 @@ def _index(names: Sequence[str], shards: Sequence[WeightLayout]) -> str:
 def write_safetensors(
     path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> FileEntry:
-    """Writes exactly the tensors of the layout, in its order, from any device. The file
-    is on disk on return. Returns what was written.
+    """Write exactly the tensors of the layout, in its order, from any device. The file
+    is on disk on return. Returns its entry.
 
-    Raises OSError, and TrainError where a tensor is not the one that the layout names.
+    Raises OSError, and TrainError if a tensor is not the one that the layout names.
     """
     header = _header(layout)
     with ChecksummedFile(path) as file:
@@ -117,7 +116,7 @@ def write_safetensors(
 
 
 def _header(layout: WeightLayout) -> bytes:
-    """The header as JSON, padded with blanks."""
+    """Return the header as JSON, padded with blanks."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in layout:
