@@ -26,21 +26,14 @@ LAYOUT = (
 
 
 class LoaderEngine:
-    """SGLang's weight requests, answered by our loader over two parameters. Counts its
-    sessions."""
+    """SGLang's weight requests, answered by our loader over two parameters."""
 
     def __init__(self) -> None:
         self.parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
         self._model = types.SimpleNamespace(
             named_parameters=lambda: self.parameters.items(), modules=lambda: ()
         )
-        self.sessions = 0
         self.requests: list[in_engine.LoaderRequest] = []
-
-    async def begin_weight_update(self) -> None:
-        self.sessions += 1
-
-    async def end_weight_update(self) -> None: ...
 
     async def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str, deadline_s: float
@@ -125,10 +118,6 @@ class SlicedEngine:
         self.silent = -1
         """The rank whose loader does nothing."""
         self.is_paused = False
-
-    async def begin_weight_update(self) -> None: ...
-
-    async def end_weight_update(self) -> None: ...
 
     async def pause(self, mode: str = "retract") -> None: ...
 

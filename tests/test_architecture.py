@@ -8,7 +8,6 @@ says what to do instead.
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import subprocess
 from collections import Counter
@@ -17,10 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from file_map import MAP, with_table
 from mutate import faults_of, read_mutations
 
 ROOT = Path(__file__).parents[1]
+MAP = ROOT / "ARCHITECTURE.md"
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
 BENCHMARKS = sorted(ROOT.glob("benchmarks/**/*.py"))
 PACKAGES = [path for path in SOURCES + BENCHMARKS if path.name == "__init__.py"]
@@ -361,15 +360,6 @@ def test_imports_have_no_circles() -> None:
     )
 
 
-def test_architecture_map_lists_every_file_with_its_docstring() -> None:
-    table = with_table(MAP.read_text())
-    difference = difflib.unified_diff(
-        MAP.read_text().splitlines(), table.splitlines(), "is", "must be", n=0
-    )
-    rule = "ARCHITECTURE.md has the table of files that their docstrings make"
-    check(rule, map(str.rstrip, difference), "python tests/file_map.py")
-
-
 def test_files_named_in_the_architecture_prose_exist() -> None:
     faults = (
         f"{place(MAP, line)}: {name}"
@@ -412,7 +402,6 @@ def test_symbols_of_the_architecture_map_are_defined_in_the_named_files() -> Non
 
 
 def test_classes_and_methods_of_the_architecture_map_exist() -> None:
-    prose = MAP.read_text().partition("<!-- files -->")[0]
     bodies: dict[str, str] = {}
     for path in SOURCES:
         for node in nodes_of(path):
@@ -420,7 +409,7 @@ def test_classes_and_methods_of_the_architecture_map_exist() -> None:
                 bodies[node.name] = bodies.get(node.name, "") + ast.unparse(node)
 
     def faults() -> Iterator[str]:
-        for line, text in enumerate(prose.splitlines(), 1):
+        for line, text in enumerate(MAP.read_text().splitlines(), 1):
             for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text):
                 class_name, _, member = name.partition(".")
                 if class_name not in bodies or (

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from aiohttp import web
 
+from invrl.engines.update_routes import NAME_PATH
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
 from invrl.weights.in_engine import run
@@ -72,7 +73,6 @@ class _Control:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._version = ""
 
     async def update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -82,12 +82,8 @@ class _Control:
         run(self._model, named_tensors)
         return web.json_response({})
 
-    async def set_version(self, request: web.Request) -> web.Response:
-        self._version = (await request.json())["new_version"]
-        return web.json_response({})
-
-    async def model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self._version})
+    async def name_weights(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": request.query["version"]})
 
     async def accept(self, _: web.Request) -> web.Response:
         """Pause, resume and the like: nothing generates here."""
@@ -108,8 +104,7 @@ def make_application(model: torch.nn.Module, key: str) -> web.Application:
     application.add_routes(
         [
             web.post("/update_weights_from_tensor", control.update_weights),
-            web.post("/update_weight_version", control.set_version),
-            web.get("/model_info", control.model_info),
+            web.post(NAME_PATH, control.name_weights),
             web.post("/{path:.*}", control.accept),
         ]
     )

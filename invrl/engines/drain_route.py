@@ -6,8 +6,14 @@ HTTP process, for which every running request holds a lock; `/continue_generatio
 the wait of the new ones.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 DRAIN_PATH = "/drain_generation"
 _POLL_INTERVAL_S = 0.02
@@ -16,17 +22,13 @@ _POLL_INTERVAL_S = 0.02
 def add_drain_route() -> None:
     """To be called in the engine's HTTP process before it serves. Imports SGLang."""
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     @http_server.app.post(DRAIN_PATH)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def drain_generation(timeout: float) -> dict[str, bool]:
         """Answers when nothing runs any more, or after `timeout` seconds."""
-        state = http_server._global_state
-        assert state is not None, "a request comes after the start"
-        manager = state.tokenizer_manager
-        assert isinstance(manager, TokenizerManager), "an engine has one HTTP process"
+        manager = tokenizer_manager()
         deadline = time.monotonic() + timeout
         async with manager.is_pause_cond:
             manager.is_pause = True
@@ -35,3 +37,15 @@ def add_drain_route() -> None:
                 break
             await asyncio.sleep(_POLL_INTERVAL_S)
         return {"drained": not is_running}
+
+
+def tokenizer_manager() -> TokenizerManager:
+    """What an engine's HTTP process serves with, once it serves."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    state = http_server._global_state
+    assert state is not None, "a request comes after the start"
+    manager = state.tokenizer_manager
+    assert isinstance(manager, TokenizerManager), "an engine has one HTTP process"
+    return manager

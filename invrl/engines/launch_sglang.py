@@ -35,6 +35,8 @@ from invrl.engines.flush_memory import keep_memory_in_flushes
 from invrl.engines.kv_versions import separate_kv_of_versions
 from invrl.engines.masked_answers import hide_keys_in_answers
 from invrl.engines.reply_route import add_reply_route
+from invrl.engines.update_routes import add_update_routes
+from invrl.engines.weight_sessions import leave_unpacked_modules, load_in_one_step
 from invrl.host import sglang_on_cpu
 from invrl.host.masked_keys import mask_keys_in_logs
 
@@ -93,6 +95,8 @@ def _change_scheduler() -> None:
     keep_memory_in_flushes()
     separate_kv_of_versions()
     put_canaries_first()
+    load_in_one_step()
+    leave_unpacked_modules()
 
 
 def _load_tokenizer_once() -> None:
@@ -140,6 +144,7 @@ def import_sglang() -> None:
     add_drain_route()
     add_identity_route()
     add_reply_route()
+    add_update_routes()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()

@@ -49,6 +49,7 @@ from invrl.engines.sglang_answers import (
     decode_prompt_logprobs,
     events_of,
 )
+from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
 from invrl.engines.version_spans import VersionTracker
 from invrl.errors import (
     DeadlineError,
@@ -395,6 +396,11 @@ class SglangClient:
         computed again then; `in_place` keeps it."""
         await self._control("/pause_generation", {"mode": mode})
 
+    async def pause_and_flush(self) -> None:
+        """As `pause` and `flush_cache`, in one request. If the flush is refused, the
+        engine is paused all the same."""
+        await self._control(PAUSE_PATH, {})
+
     async def drain(self, timeout_s: float) -> bool:
         """New requests wait until `resume`. True when all running ones have ended;
         False if one has not after `timeout_s`."""
@@ -438,7 +444,7 @@ class SglangClient:
         """`payloads`: one pickled value (base64) per tensor-parallel rank.
 
         Never sends a version: the server would take it even if the load failed.
-        `set_weight_version` comes after the checks.
+        `name_weights` comes after the checks.
         """
         body: dict[str, Json] = {
             "serialized_named_tensors": list(payloads),
@@ -447,14 +453,10 @@ class SglangClient:
         }
         await self._control("/update_weights_from_tensor", body, deadline_s=deadline_s)
 
-    async def set_weight_version(self, version: WeightVersion) -> None:
-        """Name what is loaded. Running requests go on (the server's own default aborts
-        them)."""
-        body: dict[str, Json] = {
-            "new_version": str(version),
-            "abort_all_requests": False,
-        }
-        await self._control("/update_weight_version", body)
+    async def name_weights(self, version: WeightVersion) -> str:
+        """Name what is loaded, and read back the name. Running requests go on."""
+        reply = await self._control(f"{NAME_PATH}?version={version}", {})
+        return str(orjson.loads(reply)["weight_version"])
 
     async def weight_version(self) -> str:
         """The name that the engine gives to what it holds."""

@@ -112,8 +112,7 @@ class EngineReceiver(ABC):
             )
         self._checksums_add_up = staged.checksums_add_up or self._num_ranks > 1
         if layout != self._approved_layout:
-            async with self._update():
-                await self._ask_loader(layout)
+            await self._ask_loader(layout)
             self._approved_layout = layout
 
     async def pause(self) -> None:
@@ -130,8 +129,7 @@ class EngineReceiver(ABC):
                 self.name,
                 timeout_s,
             )
-        await self._client.pause()
-        await self._client.flush_cache()
+        await self._client.pause_and_flush()
 
     async def sleep(self) -> None:
         """The engine is paused and its cache flushed, as `retract` and `drain` leave
@@ -167,8 +165,7 @@ class EngineReceiver(ABC):
         self._answered = None
         if answered is not None and answered[0] == staged.version:
             return answered[1]
-        async with self._update():
-            reply = await self._ask_loader(self._approved_layout, digest=True)
+        reply = await self._ask_loader(self._approved_layout, digest=True)
         return reply.checksums
 
     async def read_back(self, layout: WeightLayout) -> ReadBack:
@@ -179,8 +176,7 @@ class EngineReceiver(ABC):
         self.is_paused = True
         try:
             await self._client.pause("in_place")
-            async with self._update():
-                reply = await self._ask_loader(layout, digest=True)
+            reply = await self._ask_loader(layout, digest=True)
             version = await self._client.weight_version()
         finally:
             await self.resume()
@@ -191,8 +187,7 @@ class EngineReceiver(ABC):
         )
 
     async def commit(self, version: WeightVersion) -> None:
-        await self._client.set_weight_version(version)
-        reported = await self._client.weight_version()
+        reported = await self._client.name_weights(version)
         if reported != str(version):
             raise WeightSyncError(
                 f"calls itself version {reported}, not {version}", engine=self.name
@@ -219,25 +214,6 @@ class EngineReceiver(ABC):
             await self.resume()
         return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
 
-    @contextlib.asynccontextmanager
-    async def _update(self) -> AsyncIterator[None]:
-        """SGLang takes weights only between these two calls."""
-        try:
-            await self._client.begin_weight_update()
-        except ServerError:
-            # Who began an update before may have been killed, or given up, before its
-            # end.
-            await self._client.end_weight_update()
-            await self._client.begin_weight_update()
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(InvrlError, TimeoutError):
-                async with asyncio.timeout(_END_AFTER_FAILURE_S):
-                    await self._client.end_weight_update()
-            raise
-        await self._client.end_weight_update()
-
     async def _ask_loader(
         self,
         layout: WeightLayout,
@@ -249,8 +225,8 @@ class EngineReceiver(ABC):
         broadcast: GroupInvitation | None = None,
         digest: bool = False,
     ) -> LoaderReply:
-        """Send one request to the loader inside each rank of the engine, within
-        `_update`. The checksums of the reply are those of whole tensors."""
+        """Send one request to the loader inside each rank of the engine. The checksums
+        of the reply are those of whole tensors."""
         with TemporaryDirectory(prefix=REPLY_PREFIX) as reply_folder:
             paths = [
                 Path(reply_folder, f"{self.name}-{index}")
@@ -378,10 +354,9 @@ class ArenaReceiver(EngineReceiver):
         is_unhashed = self._aliases and self._hashed is not staged
         reads_back = self._must_read_back or is_due or is_unhashed
         self._must_read_back = True  # unless this load is proved
-        async with self._update():
-            reply = await self._ask_loader(
-                self._approved_layout, arena=_arena_of(staged), digest=reads_back
-            )
+        reply = await self._ask_loader(
+            self._approved_layout, arena=_arena_of(staged), digest=reads_back
+        )
         checksums = reply.checksums
         if self._aliases and not reads_back:
             checksums = {name: staged.checksums[name] for name in reply.aliased}
@@ -401,10 +376,9 @@ class FolderReceiver(EngineReceiver):
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         folder, source = self._located(staged)
-        async with self._update():
-            reply = await self._ask_loader(
-                self._approved_layout, folder=folder, source=source, digest=True
-            )
+        reply = await self._ask_loader(
+            self._approved_layout, folder=folder, source=source, digest=True
+        )
         return reply.checksums
 
 
@@ -414,10 +388,9 @@ class DeltaReceiver(EngineReceiver):
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         handle, source = self._located(staged)
         chain = msgspec.json.decode(handle, type=DeltaHandle).chain
-        async with self._update():
-            reply = await self._ask_loader(
-                self._approved_layout, chain=chain, source=source, digest=True
-            )
+        reply = await self._ask_loader(
+            self._approved_layout, chain=chain, source=source, digest=True
+        )
         return reply.checksums
 
 
@@ -429,10 +402,9 @@ class BroadcastReceiver(EngineReceiver):
         """Raises BroadcastError, after which the engine may hold a mix, if the
         broadcast broke."""
         invitation = msgspec.json.decode(staged.handle, type=GroupInvitation)
-        async with self._update():
-            reply = await self._ask_loader(
-                self._approved_layout, broadcast=invitation, digest=True
-            )
+        reply = await self._ask_loader(
+            self._approved_layout, broadcast=invitation, digest=True
+        )
         return reply.checksums
 
 
@@ -448,6 +420,25 @@ class BucketReceiver(EngineReceiver):
         async with self._update():
             for payload in json.loads(staged.handle):
                 await self._send([payload], "flattened_bucket")
+
+    @contextlib.asynccontextmanager
+    async def _update(self) -> AsyncIterator[None]:
+        """SGLang takes buckets only between these two calls."""
+        try:
+            await self._client.begin_weight_update()
+        except ServerError:
+            # Who began an update before may have been killed, or given up, before its
+            # end.
+            await self._client.end_weight_update()
+            await self._client.begin_weight_update()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(InvrlError, TimeoutError):
+                async with asyncio.timeout(_END_AFTER_FAILURE_S):
+                    await self._client.end_weight_update()
+            raise
+        await self._client.end_weight_update()
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {

@@ -688,8 +688,8 @@ class WeightUpdate:
     seconds: Mapping[str, float]
     """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed
     over the engines in a rolling update. `newcomers` is the wait for engines that come
-    back, `trainer_canary` the trainer's part of the canary, which it computes while the
-    engines load, `paused` the longest time during which an engine did not generate."""
+    back, `trainer_canary` the trainer's part of the canary, which it computes beside the
+    engines' part, `paused` the longest time during which an engine did not generate."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)

@@ -31,8 +31,15 @@ from msgspec import structs
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
-from invrl.weights.checksums import checksums_of, copy_all, whole_hash, xxh3_checksums
+from invrl.weights.checksums import (
+    HashTensors,
+    checksums_of,
+    copy_all,
+    whole_hash,
+    xxh3_checksums,
+)
 from invrl.weights.cuda_memory import CudaHandle, allocate, open_memory
+from invrl.weights.multilinear import SumsInPlace
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import num_bytes
@@ -178,6 +185,12 @@ class ArenaWriter:
         else:
             memory, self._cuda = allocate(_arena_bytes(layout), device)
             self._slots = _slots_of(memory, layout)
+        self._slot_hashes: list[HashTensors] = [self.hash_tensors, self.hash_tensors]
+        """How each slot is hashed whole."""
+        if self._checksums_add_up:
+            self._slot_hashes = [
+                SumsInPlace.of_wholes(slot).checksums_of_wholes for slot in self._slots
+            ]
         self._slot = 1
         self._version: WeightVersion | None = None
 
@@ -188,7 +201,8 @@ class ArenaWriter:
         for engines that read the slot. Raises LayoutError, and WeightSyncError if an
         engine reads the slot for too long."""
         with self.writing(version) as (place, slot):
-            checksums = copy_all(slot, _placed(tensors, slot), self.hash_tensors)
+            hash_tensors = self._slot_hashes[place.slot]
+            checksums = copy_all(slot, _placed(tensors, slot), hash_tensors)
         return self.staged(version, place, checksums)
 
     @contextmanager

@@ -13,9 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from invrl.errors import ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightReceiver
 from invrl.types.metrics import timed
@@ -44,8 +41,6 @@ class FleetUpdate:
     max_gaps: list[float] = field(default_factory=list)
     """Of the canary, by engine; `mean_gaps` too."""
     mean_gaps: list[float] = field(default_factory=list)
-    trainer_canary: asyncio.Future[NDArray[np.float32]] | None = None
-    """The trainer's log-probs of the update's canary prompts, from the pause on."""
     paused_at: float = 0.0
     paused: bool = False
     """Some engine may be paused."""

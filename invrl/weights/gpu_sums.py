@@ -13,8 +13,10 @@ is such a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
@@ -32,27 +34,41 @@ _BLOCK_WORDS = tl.constexpr(1024)
 _TILE_FIELDS = tl.constexpr(7)
 
 
-def sums_on_gpu(matrices: Sequence[WordMatrix]) -> list[int]:
-    """The sum of each matrix; all are on one GPU. Waits for the result, and so for
-    all that the current stream was asked for before."""
-    import torch
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Where the words of matrices lie. It keeps none of their memory."""
 
+    num_sums: int
+    by_word_bytes: Sequence[tuple[int, torch.Tensor]]
+    """The size of a word, and the tiles with such words: on the GPU, a row for each."""
+    device: torch.device
+
+
+def tiles_of(matrices: Sequence[WordMatrix]) -> Tiles:
+    """`matrices`: all on one GPU."""
     device = matrices[0].part.device
-    sums = torch.zeros(len(matrices), dtype=torch.int64, device=device)
     by_size: dict[int, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_size.setdefault(matrix.word_bytes, []).append(index)
+    by_word_bytes: list[tuple[int, torch.Tensor]] = []
+    for word_bytes, indices in by_size.items():
+        rows = _rows([matrices[index] for index in indices], indices)
+        if len(rows):
+            by_word_bytes.append((word_bytes, torch.from_numpy(rows).to(device)))
+    return Tiles(len(matrices), by_word_bytes, device)
+
+
+def sums_on_gpu(tiles: Tiles) -> list[int]:
+    """The sum of each matrix, of the words as they are now. Waits for the result, and
+    so for all that the current stream was asked for before."""
+    sums = torch.zeros(tiles.num_sums, dtype=torch.int64, device=tiles.device)
     with torch.cuda.device_of(sums):  # triton launches on the current device
-        for word_bytes, indices in by_size.items():
-            tiles = torch.from_numpy(
-                _tiles([matrices[index] for index in indices], indices)
-            ).to(device)
-            if len(tiles):
-                _add_tiles[(len(tiles),)](tiles, sums, WORD_BYTES=word_bytes)  # type: ignore[arg-type]
+        for word_bytes, rows in tiles.by_word_bytes:
+            _add_tiles[(len(rows),)](rows, sums, WORD_BYTES=word_bytes)  # type: ignore[arg-type]
     return sums.tolist()
 
 
-def _tiles(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
+def _rows(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
     """A row for each tile: the address of its first word, the number of its words, the
     columns of its matrix, the column in the slice, the row and the first column in the
     whole tensor, and the index of the sum."""

@@ -20,7 +20,7 @@ import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ from invrl.weights.engine_parameters import (
     tensors_of,
     tensors_of_expert,
 )
-from invrl.weights.multilinear import checksums_of_slices
+from invrl.weights.multilinear import SumsInPlace
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
@@ -50,6 +50,9 @@ from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
     import torch
+
+    _Memory = list[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]]
+    """Address, shape, strides and dtype of each parameter, by its name."""
 
 
 _SMALL_FILE_BYTES = 64 << 20
@@ -167,12 +170,98 @@ def _check_fits(
         raise LayoutError(f"{spec.name}: {spec.dtype} {spec.shape} does not fit {rows}")
 
 
-def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
-    parameters = dict(model.named_parameters())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Preparation:
+    """What a layout and a model's parameters decide."""
+
+    model: torch.nn.Module
+    tensors: WeightLayout
+    rank: EngineRank
+    checksums_add_up: bool
+    memory: _Memory
+    """Of the parameters, as it was."""
+    slices: Mapping[str, TensorSlice]
+    own_tensors: Sequence[TensorSpec]
+    places: Mapping[str, torch.Tensor]
+    hash_tensors: HashTensors
+
+    def fits(self, request: LoaderRequest, memory: _Memory) -> bool:
+        return (
+            self.tensors == request.tensors
+            and self.rank == request.rank
+            and self.checksums_add_up == request.checksums_add_up
+            and self.memory == memory
+        )
+
+
+_preparations: dict[int, _Preparation] = {}
+"""The last one, by the model's id. Each keeps its model, so no other has that id."""
+
+
+def _prepared(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    request: LoaderRequest,
+) -> _Preparation:
+    """Raises LayoutError. The preparation is kept for the next request, so that what
+    the layout's check has worked out is not worked out again while generation is
+    paused."""
+    memory = _memory_of(parameters)
+    kept = _preparations.pop(id(model), None)
+    if kept is not None and kept.fits(request, memory):
+        preparation = kept
+    else:
+        preparation = _prepare(model, parameters, request, memory)
+    if not request.alias:  # what is kept would hold the memory that the model leaves
+        _preparations[id(model)] = preparation
+    return preparation
+
+
+def _prepare(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    request: LoaderRequest,
+    memory: _Memory,
+) -> _Preparation:
     slices = _slices(model, parameters, request)
     own_tensors = [slices[spec.name].spec_of(spec) for spec in request.tensors]
     places = plan(parameters, own_tensors)
-    hash_tensors = _hash_of(request, slices)
+    return _Preparation(
+        model=model,
+        tensors=request.tensors,
+        rank=request.rank,
+        checksums_add_up=request.checksums_add_up,
+        memory=memory,
+        slices=slices,
+        own_tensors=own_tensors,
+        places=places,
+        hash_tensors=_hash_of(request, slices, places),
+    )
+
+
+def _memory_of(parameters: Mapping[str, torch.Tensor]) -> _Memory:
+    return [
+        (
+            name,
+            parameter.data_ptr(),
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+        )
+        for name, parameter in parameters.items()
+    ]
+
+
+def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
+    if request.rank.size > 1 and (request.alias or request.folder or request.chain):
+        raise LayoutError(
+            "an engine of several ranks takes its slices from the arena, in the mode copy"
+        )
+    parameters = dict(model.named_parameters())
+    preparation = _prepared(model, parameters, request)
+    slices = preparation.slices
+    places = preparation.places
+    hash_tensors = preparation.hash_tensors
     if request.alias:
         _check_alias(model, parameters, places, request.tensors)
     on_gpu = any(place.is_cuda for place in places.values())
@@ -186,7 +275,7 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
             views = _aliases(parameters, slot)
             lease = SlotLease(request.arena.path, request.arena.slot, writes=False)
             _point_at(model, views, lease)
-            places = plan(parameters, own_tensors)
+            places = plan(parameters, preparation.own_tensors)
             aliased = tuple(
                 name
                 for name, place in places.items()
@@ -236,10 +325,6 @@ def _slices(
     slices = {spec.name: TensorSlice.whole(spec.shape) for spec in request.tensors}
     if request.rank.size == 1:
         return slices
-    if request.alias or request.folder or request.chain:
-        raise LayoutError(
-            "an engine of several ranks takes its slices from the arena, in the mode copy"
-        )
     _check_rank(model, request.rank)
     for name, whole_parameter in parameters.items():
         for parameter, parts in _blocks_of(name, whole_parameter):
@@ -262,12 +347,16 @@ def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
             )
 
 
-def _hash_of(request: LoaderRequest, slices: Mapping[str, TensorSlice]) -> HashTensors:
+def _hash_of(
+    request: LoaderRequest,
+    slices: Mapping[str, TensorSlice],
+    places: Mapping[str, torch.Tensor],
+) -> HashTensors:
     """How to hash what this rank holds."""
     if not request.checksums_add_up:
         return xxh3_checksums
     whole_shapes = {spec.name: spec.shape for spec in request.tensors}
-    return partial(checksums_of_slices, places=slices, whole_shapes=whole_shapes)
+    return SumsInPlace(places, slices, whole_shapes).checksums_of_slices
 
 
 def _compute_derived(model: torch.nn.Module) -> None:

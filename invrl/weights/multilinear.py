@@ -16,16 +16,18 @@ the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from invrl.errors import LayoutError
 from invrl.weights.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     import torch
+
+    from invrl.weights.gpu_sums import Tiles
 
 _WORD = 8
 _WRAP = (1 << 64) - 1
@@ -35,6 +37,8 @@ cannot cancel."""
 _AFTER_SHIFT = (1 << (64 - SHIFT)) - 1
 _BLOCK_BYTES = 1 << 19
 """Of what is mixed and multiplied at a time: as much as a core's cache holds."""
+_ONLY_SLICE = "0/1:"
+"""Before the sum of a whole tensor."""
 ROW_SEED = 1
 COLUMN_SEED = 2
 
@@ -50,10 +54,11 @@ def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
         for tensor in tensors.values()
     ]
-    return {
-        name: f"{total:016x}"
-        for name, total in zip(tensors, _sums(matrices), strict=True)
-    }
+    return _texts_of_wholes(tensors, _sums(matrices))
+
+
+def _texts_of_wholes(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
+    return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
 
 
 def checksum_of_slice(
@@ -78,11 +83,86 @@ def checksums_of_slices(
         _matrix_of(part, places[name], tuple(whole_shapes[name]))
         for name, part in parts.items()
     ]
+    return _texts_of_slices(parts, places, _sums(matrices))
+
+
+def _texts_of_slices(
+    names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
+) -> dict[str, str]:
     checksums: dict[str, str] = {}
-    for name, total in zip(parts, _sums(matrices), strict=True):
+    for name, total in zip(names, sums, strict=True):
         place = places[name]
         checksums[name] = f"{place.index}/{place.count}:{total:016x}"
     return checksums
+
+
+class SumsInPlace:
+    """Checksums of the same tensors again and again. Where their words lie is worked
+    out once if they are on a GPU: that takes longer than their sums."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        places: Mapping[str, TensorSlice],
+        whole_shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._parts = dict(parts)
+        self._places = places
+        self._whole_shapes = whole_shapes
+        self._tiles: Tiles | None = None
+        """Of all parts, from the first call that hashes all of them on a GPU."""
+
+    @classmethod
+    def of_wholes(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
+        return cls(tensors, places, shapes)
+
+    def checksums_of_wholes(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """As the function of this name. `tensors`: those that are known, or any others
+        with their names."""
+        return _texts_of_wholes(tensors, self._sums(tensors))
+
+    def checksums_of_slices(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """Likewise. Raises LayoutError."""
+        return _texts_of_slices(tensors, self._places, self._sums(tensors))
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        are_the_parts = len(tensors) == len(self._parts) and all(
+            tensors.get(name) is part for name, part in self._parts.items()
+        )
+        if are_the_parts and _are_on_gpu(tensors):
+            if self._tiles is None:
+                self._tiles = self._tiles_in_place()
+            if self._tiles is not None:
+                from invrl.weights.gpu_sums import sums_on_gpu
+
+                sums = dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
+                return [sums[name] & _WRAP for name in tensors]
+        return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
+
+    def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
+        return _matrix_of(tensor, self._places[name], tuple(self._whole_shapes[name]))
+
+    def _tiles_in_place(self) -> Tiles | None:
+        """None if a part is read from a copy, which would not follow its changes."""
+        from invrl.weights.gpu_sums import tiles_of
+
+        matrices: list[WordMatrix] = []
+        for name, part in self._parts.items():
+            matrix = self._matrix(name, part)
+            if matrix.part.data_ptr() != part.data_ptr():
+                return None
+            matrices.append(matrix)
+        return tiles_of(matrices)
+
+
+def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())
 
 
 def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -98,6 +178,8 @@ def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def _added(slices: Sequence[str]) -> str:
     """The sum of the different slices among those of each rank."""
+    if len(slices) == 1 and slices[0].startswith(_ONLY_SLICE):
+        return slices[0].removeprefix(_ONLY_SLICE)
     values: dict[str, str] = {}
     for rank, text in enumerate(slices):
         place, _, value = text.partition(":")
@@ -146,11 +228,10 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
-        from invrl.weights.gpu_sums import sums_on_gpu
+        from invrl.weights.gpu_sums import sums_on_gpu, tiles_of
 
-        sums = dict(
-            zip(on_gpu, sums_on_gpu([matrices[index] for index in on_gpu]), strict=True)
-        )
+        tiles = tiles_of([matrices[index] for index in on_gpu])
+        sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
     for index, matrix in enumerate(matrices):
         if index not in sums:
             sums[index] = _sum_on_cpu(matrix)

@@ -209,13 +209,10 @@ class WeightTransaction:
             )
             prompts = self._canary_prompts_of(version)
             new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
-            with self._trainer_canary(
-                update, prompts
-            ) as update.trainer_canary:  # while the engines load
-                if self.is_rolling:
-                    await self._give_one_by_one(update, new)
-                else:
-                    await self._give_to_all(update, new, old=self.committed)
+            if self.is_rolling:
+                await self._give_one_by_one(update, new)
+            else:
+                await self._give_to_all(update, new, old=self.committed)
         return WeightUpdate(
             version=version,
             num_bytes=staged.num_bytes,
@@ -279,7 +276,6 @@ class WeightTransaction:
         unrestored = list(update.lost)
         for engine in update.remaining():
             alone = self._begin(receivers=(engine,), seconds=update.seconds)
-            alone.trainer_canary = update.trainer_canary
             try:
                 await self._give_to_all(alone, new, old=old)
             except CanaryError as error:
@@ -486,11 +482,8 @@ class WeightTransaction:
         assert committed is not None, "the canary follows a commit"
         if not committed.canary_prompts:
             return
-        assert update.trainer_canary is not None, (
-            "the trainer is asked before the engines"
-        )
         try:
-            await self._compare_canary(update, committed, update.trainer_canary)
+            await self._compare_canary(update, committed)
         except CanaryError as error:
             if len(committed.canary_prompts) == len(self.canary_prompts):
                 raise
@@ -498,36 +491,11 @@ class WeightTransaction:
             everything = replace(
                 committed, canary_prompts=self.canary_prompts, canary=None
             )
-            with self._trainer_canary(update, self.canary_prompts) as trained:
-                await self._compare_canary(update, everything, trained)
+            await self._compare_canary(update, everything)
 
-    @contextmanager
-    def _trainer_canary(
-        self, update: FleetUpdate, prompts: Sequence[Sequence[int]]
-    ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
-        """The trainer's log-probs of the prompts, one after another, which it computes
-        within the block."""
-
-        async def ask() -> NDArray[np.float32]:
-            if not prompts:
-                return np.empty(0, np.float32)
-            with timed(update.seconds, "trainer_canary"):
-                return np.concatenate(await self.sender.logprobs(prompts))
-
-        asking = asyncio.ensure_future(ask())
-        try:
-            yield asking
-        finally:
-            asking.cancel()
-            asking.add_done_callback(_ignore_error)
-
-    async def _compare_canary(
-        self,
-        update: FleetUpdate,
-        committed: Committed,
-        trained: asyncio.Future[NDArray[np.float32]],
-    ) -> None:
-        """Ask the engines. Raises CanaryError beyond the bound."""
+    async def _compare_canary(self, update: FleetUpdate, committed: Committed) -> None:
+        """Ask the engines, and beside them the trainer. Raises CanaryError beyond the
+        bound."""
         served: dict[str, NDArray[np.float32]] = {}
 
         async def ask(engine: WeightReceiver) -> None:
@@ -535,10 +503,9 @@ class WeightTransaction:
                 await engine.logprobs(committed.canary_prompts)
             )
 
-        await update.try_each("canary", ask)
-        update.raise_if_all_lost()
-        expected = committed.canary
-        if expected is None:
+        with self._trainer_canary(update, committed) as trained:
+            await update.try_each("canary", ask)
+            update.raise_if_all_lost()
             with timed(update.seconds, "canary"):
                 expected = await trained
         gaps: list[tuple[float, float]] = []
@@ -549,6 +516,32 @@ class WeightTransaction:
         update.max_gaps += [max_gap for max_gap, _ in gaps]
         update.mean_gaps += [mean_gap for _, mean_gap in gaps]
         self.committed = replace(committed, canary=expected)
+
+    @contextmanager
+    def _trainer_canary(
+        self, update: FleetUpdate, committed: Committed
+    ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
+        """The trainer's log-probs of the canary prompts, which it computes within the
+        block unless they are known.
+
+        It is not asked before the engines have resumed: where it shares a GPU or cores
+        with them, the pause would be longer.
+        """
+
+        async def ask() -> NDArray[np.float32]:
+            if committed.canary is not None:
+                return committed.canary
+            with timed(update.seconds, "trainer_canary"):
+                return np.concatenate(
+                    await self.sender.logprobs(committed.canary_prompts)
+                )
+
+        asking = asyncio.ensure_future(ask())
+        try:
+            yield asking
+        finally:
+            asking.cancel()
+            asking.add_done_callback(_ignore_error)
 
 
 def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:

@@ -23,6 +23,7 @@ from invrl.engines.sglang_client import (
     EngineLimits,
     GenerateChunk,
     GenerateRequest,
+    GenerateResult,
     SglangClient,
 )
 from invrl.engines.version_spans import EngineSpan, VersionTracker
@@ -42,9 +43,9 @@ def server(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, server: str) -> Fleet | str:
     """The real fleet, or the name of a stand-in."""
-    return (
-        request.getfixturevalue("tiny_fleet") if server.startswith("real") else server
-    )
+    if not server.startswith("real"):
+        return server
+    return request.getfixturevalue("tiny_fleet")
 
 
 @pytest.fixture
@@ -65,12 +66,10 @@ async def engine(
     if isinstance(fleet, Fleet):
         yield None
         return
-    scripted = ScriptedEngine(text_by_prompt, tiny_model)
-    async with (
-        FakeEngine(reply_by_prompt(tokens=100))
-        if fleet == "fake"
-        else scripted as engine
-    ):
+    stand_in: FakeEngine = ScriptedEngine(text_by_prompt, tiny_model)
+    if fleet == "fake":
+        stand_in = FakeEngine(reply_by_prompt(tokens=100))
+    async with stand_in as engine:
         yield engine
 
 
@@ -109,6 +108,15 @@ def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
     return GenerateRequest(**values)
 
 
+async def reply(
+    client: SglangClient, request: GenerateRequest, *, stream: bool
+) -> GenerateResult:
+    if not stream:
+        return await client.generate(request)
+    _, result = await collect(client.stream(request))
+    return result
+
+
 def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
     ends = [span.end for span in spans]
     return [span.start for span in spans] == [0, *ends[:-1]] and ends[-1] == length
@@ -117,11 +125,9 @@ def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
 async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient):
     prompt = [secrets.randbelow(400) + 20 for _ in range(40)]
     result = await client.generate(ask(prompt))
-    assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (
-        40,
-        "length",
-        None,
-    )
+    assert result.prompt_tokens == 40
+    assert result.finish_reason == "length"
+    assert result.matched_stop is None
     assert len(result.ids_T) == len(result.logprobs_T) == 6
     assert result.ids_T.dtype == np.int32
     assert result.logprobs_T.dtype == np.float32
@@ -149,7 +155,7 @@ async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) ->
     """The engine's weights are called `version` from here on; what runs goes on."""
     if isinstance(fleet, Fleet):
         [real] = fleet.engines.values()
-        await real.client.set_weight_version(WeightVersion(version))
+        await real.client.name_weights(WeightVersion(version))
     else:
         assert engine is not None
         engine.version = version
@@ -222,11 +228,7 @@ async def test_end_token_ends_the_reply_and_is_part_of_it(
     request = ask(
         [5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False
     )
-    result = (
-        (await collect(client.stream(request)))[1]
-        if stream
-        else await client.generate(request)
-    )
+    result = await reply(client, request, stream=stream)
     assert result.finish_reason == "stop"
     assert result.matched_stop == end
     assert result.ids_T.tolist() == [end]
@@ -246,11 +248,7 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     if stop is None:
         pytest.skip("this random model says nothing printable")
     request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
-    result = (
-        (await collect(client.stream(request)))[1]
-        if stream
-        else await client.generate(request)
-    )
+    result = await reply(client, request, stream=stream)
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
     sampled_ids = result.ids_T.tolist()
     assert sampled_ids == ids[: len(sampled_ids)]
@@ -266,11 +264,7 @@ async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
     log-prob."""
     greedy = Sampling(temperature=0.0, max_new_tokens=6)
     request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
-    result = (
-        (await collect(client.stream(request)))[1]
-        if stream
-        else await client.generate(request)
-    )
+    result = await reply(client, request, stream=stream)
     top = result.top.reshape(6, 3)
     assert top["id"][:, 0].tolist() == result.ids_T.tolist()
     assert top["logprob"][:, 0].tolist() == result.logprobs_T.tolist()

@@ -48,6 +48,8 @@ _REQUESTS = {
     },
     "/set_internal_state": {"server_args": {"max_micro_batch_size": 1}},
     "/pause_generation": {},
+    "/pause_and_flush": {},
+    "/name_weights?version=MARK": {},
     "/flush_cache": {},
     "/abort_request": {"abort_all": True},
     "/workers": {"url": "http://127.0.0.1:1", "model_id": "MARK"},

@@ -215,6 +215,32 @@ def test_critic_with_experts_and_interleaved_stages_equals_float64(
     takes_two_exact_steps(pool, deep, layout)
 
 
+def test_only_reward_of_a_row_is_that_of_its_last_trained_token(
+    pool: RankPool, model: Path
+) -> None:
+    alone = replace(BATCHES[0], samples=tuple(map(rewarded_once, BATCHES[0].samples)))
+    by_token = replace(alone, samples=tuple(map(with_reward_by_token, alone.samples)))
+    critics: list[Arrays] = []
+    for batch in (alone, by_token):
+        trainer = pool.build(model, train=EXACT, algorithm=PPO)
+        trainer.train(batch, steps=1)
+        critics.append(trainer.critic_steps()[-1].gradients)
+    for name, gradient in critics[0].items():
+        np.testing.assert_array_equal(gradient, critics[1][name], err_msg=name)
+
+
+def rewarded_once(sample: TrainSample) -> TrainSample:
+    return replace(
+        sample, columns={}, reward=len(sample.tokens_T) / 8
+    )  # exact in float32
+
+
+def with_reward_by_token(sample: TrainSample) -> TrainSample:
+    rewards_T = np.zeros(len(sample.tokens_T), np.float32)
+    rewards_T[np.flatnonzero(sample.loss_mask_T)[-1:]] = sample.reward
+    return replace(sample, columns={"rewards": rewards_T})
+
+
 def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     """Of the second batch: the head is 0 before the first step ever. Both networks
     begin the batch with other weights than the model's, and its second step with others

@@ -26,6 +26,7 @@ from invrl.engines.engine_health import QUESTIONS, Updated, engine_death
 from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
 from invrl.errors import ServerError, SessionError
 from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import LogSettings
@@ -178,6 +179,8 @@ async def test_closing_a_stream_ends_the_generation(engine: Engine) -> None:
             "/pause_generation",
             "/update_weights_from_tensor",
             "/update_weight_version",
+            PAUSE_PATH,
+            NAME_PATH,
         )
         for key in ("", "wrong", "sampling")
     ],
@@ -255,8 +258,7 @@ async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(
     receiver = engine.receiver
 
     async def load() -> None:
-        async with receiver._update():
-            await receiver._send([base64.b64encode(named).decode()], WEIGHT_LOADER)
+        await receiver._send([base64.b64encode(named).decode()], WEIGHT_LOADER)
 
     def death(client: CountingClient, updated: Updated) -> asyncio.Task[str]:
         processes = engine.server.processes()

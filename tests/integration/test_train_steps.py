@@ -325,6 +325,7 @@ def test_checkpoint_written_during_training_is_of_the_step_it_was_copied_in(
         (str(tmp_path / f"model-{rank}"), str(tmp_path / "beside"))
         for rank in range(ranks)
     ]
+    trainer.each("hold_writer")  # until the steps have been made
     trainer.call("copy", folders)
     trainer.train(BATCHES[2], steps=2)
     written = trainer.each("finish_copy")

@@ -47,6 +47,7 @@ from benchmarks.weight_updates.weight_updates import (
 from benchmarks.weights import benchmark_weights
 from invrl.cli.main import exit_code_of
 from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.update_routes import PAUSE_PATH
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
@@ -249,7 +250,7 @@ class StandIn:
             make_module(engine_shapes(layout), torch.float32), "key"
         )
         self.application.add_routes(self.replies.routes())
-        self.application.add_routes([web.post("/pause_generation", self._pause)])
+        self.application.add_routes([web.post(PAUSE_PATH, self._pause)])
         self.application.add_routes([web.post("/continue_generation", self._resume)])
 
     async def _pause(self, _: web.Request) -> web.Response:

@@ -18,12 +18,10 @@ from invrl.weights.multilinear import checksums_of_wholes
 
 
 def test_checksum_kernel_equals_the_cpu_checksum() -> None:
-    """In a process of its own, because triton decides when it is imported whether it
-    interprets."""
     program = """
         import torch
         from invrl.weights import multilinear
-        from invrl.weights.gpu_sums import sums_on_gpu
+        from invrl.weights.gpu_sums import sums_on_gpu, tiles_of
         from invrl.weights.tensor_slice import TensorSlice
 
         generator = torch.Generator().manual_seed(0)
@@ -42,11 +40,60 @@ def test_checksum_kernel_equals_the_cpu_checksum() -> None:
         for dimension in (0, 1):
             place = TensorSlice(dimension=dimension, start=32, stop=64, index=1, count=2 + dimension)
             matrices.append(multilinear._matrix_of(place.of(tensor), place, (64, 96)))
-        sums = [value % 2**64 for value in sums_on_gpu(matrices)]
+        tiles = tiles_of(matrices)
+        sums = [value % 2**64 for value in sums_on_gpu(tiles)]
         assert sums == multilinear._sums(matrices)
         assert len(set(sums)) == len(matrices) - 2  # three are empty
-        assert sums_on_gpu(matrices[2:3]) == [0]
+        assert sums_on_gpu(tiles_of(matrices[2:3])) == [0]
+        tensor.zero_()  # the last two matrices are of it, the last one is a copy
+        again = [value % 2**64 for value in sums_on_gpu(tiles)]
+        assert again == [*sums[:-2], 0, sums[-1]], "the words that are there now"
     """
+    run_interpreted(program)
+
+
+def test_tensors_hashed_again_are_read_again() -> None:
+    program = """
+        import torch
+        from invrl.weights import gpu_sums, multilinear
+        from invrl.weights.multilinear import SumsInPlace, checksums_of_slices, checksums_of_wholes
+        from invrl.weights.tensor_slice import TensorSlice
+
+        def check(tensors, *, times):
+            calls.clear()
+            slices = checksums_of_slices(tensors, places, shapes)
+            assert known.checksums_of_slices(tensors) == slices
+            assert len(calls) == times, calls
+            assert known.checksums_of_wholes(tensors) == checksums_of_wholes(tensors)
+            assert len(calls) == times, calls
+
+        calls = []
+        work_out = gpu_sums.tiles_of
+        gpu_sums.tiles_of = lambda matrices: calls.append(matrices) or work_out(matrices)
+        multilinear._are_on_gpu = lambda tensors: True
+        generator = torch.Generator().manual_seed(0)
+        tensors = {f"{n}": torch.randn(n, 8, generator=generator) for n in (3, 5, 40)}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
+        known = SumsInPlace(tensors, places, shapes)
+        check(tensors, times=1)
+        tensors["5"][2, 3] += 1
+        check(tensors, times=0)
+        check(dict(reversed(tensors.items())), times=0)
+        check({"5": tensors["5"]}, times=0)
+        check({**tensors, "5": tensors["5"] + 1}, times=0)
+        tensors["5"] = torch.randn(8, 5, generator=generator).T
+        known = SumsInPlace.of_wholes(tensors)
+        for _ in range(2):
+            check(tensors, times=0)
+            tensors["5"][2, 3] += 1
+    """
+    run_interpreted(program)
+
+
+def run_interpreted(program: str) -> None:
+    """In a process of its own, because triton decides when it is imported whether it
+    interprets."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

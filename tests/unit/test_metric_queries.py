@@ -177,7 +177,7 @@ def test_recorded_scraped_names_are_of_the_installed_versions(server: str) -> No
 
 
 def test_metrics_page_lists_every_metric() -> None:
-    page = Path(ROOT / "docs" / "operations.md").read_text()
+    page = Path(ROOT / "docs" / "observing.md").read_text()
     assert reference_table() in page, (
         "paste what metric_queries.reference_table() returns"
     )

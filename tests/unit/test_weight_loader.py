@@ -3,12 +3,15 @@ fit."""
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -161,6 +164,109 @@ def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(
     assert dict(staged.checksums) == checksums
     assert loaded.checksums == checksums
     assert ask(parameters, tmp_path, digest=True).checksums == checksums
+
+
+class TestThePlanThatIsKept:
+    """From one request to the next, while layout and parameters stay as they are."""
+
+    @pytest.fixture(autouse=True)
+    def _count_plans(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = 0
+
+        def counted(*arguments):
+            self.plans += 1
+            return plan(*arguments)
+
+        monkeypatch.setattr(in_engine, "plan", counted)
+
+    def test_plan_of_the_layout_check_serves_the_loads(self, tmp_path: Path) -> None:
+        writer = ArenaWriter(tuple(SPECS))
+        served = model(engine())
+        ask_model(served, tmp_path)
+        for version in (1, 2, 3):
+            staged = stage(writer, version, seed=version)
+            loaded = ask_model(served, tmp_path, arena=handle_of(staged))
+            assert loaded.checksums == dict(staged.checksums)
+            digested = ask_model(served, tmp_path, digest=True)
+            assert digested.checksums == dict(staged.checksums)
+        assert self.plans == 1
+
+    @pytest.mark.parametrize("fault", ["rows", "dtype", "name", "missing"])
+    def test_other_layout_is_checked_and_refused_before_a_byte_moves(
+        self, fault: str, tmp_path: Path
+    ) -> None:
+        writer = ArenaWriter(tuple(SPECS))
+        parameters = engine()
+        served = model(parameters)
+        handle = handle_of(stage(writer, 1, seed=1))
+        ask_model(served, tmp_path, arena=handle)
+        *others, last = SPECS
+        other = {
+            "rows": (*others, replace(last, shape=(3,))),
+            "dtype": (*others, replace(last, dtype="bfloat16")),
+            "name": (*others, replace(last, name="other")),
+            "missing": tuple(others),
+        }[fault]
+        stage(writer, 1, seed=2)
+        with pytest.raises(LayoutError):
+            ask_model(served, tmp_path, other, arena=handle)
+        expected = values(1)
+        for name, place in plan(parameters, SPECS).items():
+            assert torch.equal(place, expected[name])
+
+    def test_tensors_in_another_order_are_planned_anew(self, tmp_path: Path) -> None:
+        """The slot of such a layout has other places."""
+        served = model(engine())
+        for layout in (tuple(SPECS), tuple(reversed(SPECS)), tuple(SPECS)):
+            staged = stage(ArenaWriter(layout), 1, seed=1)
+            loaded = ask_model(served, tmp_path, layout, arena=handle_of(staged))
+            assert loaded.checksums == dict(staged.checksums)
+        assert self.plans == 3
+
+    @pytest.mark.parametrize("replaces", ["the tensor", "its memory"])
+    def test_parameter_that_has_moved_is_found(
+        self, replaces: str, tmp_path: Path
+    ) -> None:
+        writer = ArenaWriter(tuple(SPECS))
+        parameters = engine()
+        served = model(parameters)
+        ask_model(served, tmp_path, arena=handle_of(stage(writer, 1, seed=1)))
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        if replaces == "the tensor":
+            parameters[name] = torch.zeros(12, 4)
+        else:
+            parameters[name].data = torch.zeros(12, 4)
+        staged = stage(writer, 2, seed=2)
+        loaded = ask_model(served, tmp_path, arena=handle_of(staged))
+        assert loaded.checksums == dict(staged.checksums)
+        assert ask_model(served, tmp_path, digest=True).checksums == loaded.checksums
+        up = values(2)["model.layers.0.mlp.up_proj.weight"]
+        assert torch.equal(parameters[name][6:], up)
+        assert self.plans == 2
+
+    def test_parameter_of_another_shape_is_refused(self, tmp_path: Path) -> None:
+        parameters = engine()
+        served = model(parameters)
+        ask_model(served, tmp_path)
+        norm = parameters["model.norm.weight"]
+        norm.data = norm.data.view(2, 2)
+        with pytest.raises(LayoutError, match="does not fit"):
+            ask_model(served, tmp_path)
+
+    def test_engine_that_aliases_the_slot_frees_its_own_memory(
+        self, tmp_path: Path
+    ) -> None:
+        parameters = engine()
+        norm = np.zeros(4, np.float32)
+        parameters["model.norm.weight"] = torch.from_numpy(norm)
+        own_memory = weakref.ref(norm)
+        del norm
+        served = model(parameters)
+        ask_model(served, tmp_path)
+        handle = handle_of(stage(ArenaWriter(tuple(SPECS)), 1, seed=1))
+        ask_model(served, tmp_path, arena=handle, alias=True)
+        gc.collect()
+        assert own_memory() is None
 
 
 def wrong_names(staged: StagedWeights, checksums: Mapping[str, str]) -> list[str]:

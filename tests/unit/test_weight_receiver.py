@@ -57,7 +57,7 @@ async def test_first_load_and_every_nth_load_are_read_back(
     for version in range(1, 8):
         assert await load(receiver, stage(writer, version))
     assert engine.loads == expected
-    assert engine.sessions == 8  # one for the layout, then one for each update
+    assert len(engine.requests) == 8  # one for the layout, then one for each update
 
 
 async def test_load_after_an_unproved_load_is_read_back(

@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
@@ -472,6 +473,25 @@ async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_tu
     assert cast("Sender", updates.sender).asked == expected
     await updates.bring_up(newcomer, Joined(three, newcomer))
     assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
+
+
+@pytest.mark.parametrize("is_rolling", [False, True])
+async def test_trainer_computes_its_canary_once_when_no_engine_is_paused(
+    three: list[Receiver], is_rolling: bool
+) -> None:
+    updates = transaction(three, is_rolling=is_rolling)
+    sender = cast("Sender", updates.sender)
+    paused: list[list[str]] = []
+    answer = sender.logprobs
+
+    async def noted(prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        paused.append([engine.name for engine in three if engine.paused])
+        return await answer(prompts)
+
+    sender.logprobs = noted  # type: ignore[method-assign]
+    for version in (1, 2):
+        await updates.run(WeightVersion(version))
+    assert paused == [[], []]
 
 
 async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -24,6 +25,7 @@ from invrl.train.layers.attention import RotarySelfAttention, TreeAttention
 from invrl.train.layers.expert_router import ExpertRouter
 from invrl.train.layers.experts import Experts
 from invrl.train.layers.latent_attention import LatentSelfAttention
+from invrl.train.layers.linear import ColumnLinear, RowLinear
 from invrl.train.layers.rms_norm import RmsNorm
 from invrl.train.layers.routing_replay import RoutedLayer
 
@@ -48,6 +50,10 @@ def decoder_layer(
         submodules = cast(MoESubmodules, cast(ModuleSpec, block.mlp).submodules)
         submodules.router = ExpertRouter
         cast(ModuleSpec, submodules.experts).module = Experts
+    else:
+        mlp = cast(MLPSubmodules, cast(ModuleSpec, block.mlp).submodules)
+        mlp.linear_fc1 = ColumnLinear
+        mlp.linear_fc2 = RowLinear
     block.input_layernorm = RmsNorm
     block.pre_mlp_layernorm = RmsNorm
     if config.post_norms:
@@ -69,6 +75,8 @@ def _specify_attention(spec: ModuleSpec, config: HuggingFaceConfig, layer: int) 
     spec.module = RotarySelfAttention
     spec.params = spec.params | {"rope": attention.rope}
     submodules = cast(SelfAttentionSubmodules, spec.submodules)
+    submodules.linear_qkv = ColumnLinear
+    submodules.linear_proj = RowLinear
     if config.qk_norm:
         submodules.q_layernorm = RmsNorm
         submodules.k_layernorm = RmsNorm
@@ -91,6 +99,10 @@ def _specify_latent_attention(
         "scale": config.attention_scale,
     }
     submodules = cast(MLASelfAttentionSubmodules, spec.submodules)
+    submodules.linear_q_proj = ColumnLinear
+    submodules.linear_q_up_proj = ColumnLinear
+    submodules.linear_kv_up_proj = ColumnLinear
+    submodules.linear_proj = RowLinear
     # Megatron builds it twice; the module sets its own
     submodules.core_attention = torch.nn.Identity
 

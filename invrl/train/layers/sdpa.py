@@ -34,6 +34,24 @@ class AttentionCall:
     """0 where a query sees a key, else -inf. None: causal, with as many keys as
     queries."""
 
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The output for the queries and the keys of the call."""
+        return scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self.bias_QK,
+            is_causal=self.bias_QK is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCalls:
@@ -42,6 +60,31 @@ class BlockCalls:
     num_queries: int
     num_keys: int
     calls: tuple[AttentionCall, ...]
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """The output of each call, for the queries, keys and values of the block. Most
+        blocks have one call: then nothing is cut, which would cost an operation of the
+        backward pass for each tensor."""
+        if len(self.calls) == 1:
+            return [self.calls[0].attend(queries, keys, values, scale)]
+        by_call = queries.split_with_sizes(
+            [call.num_queries for call in self.calls], dim=2
+        )
+        return [
+            call.attend(
+                call_queries,
+                keys[:, :, : call.num_keys],
+                values[:, :, : call.num_keys],
+                scale,
+            )
+            for call_queries, call in zip(by_call, self.calls, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,30 +155,25 @@ class AttentionCalls:
         num_queries = [block.num_queries for block in self.blocks]
         num_keys = [block.num_keys for block in self.blocks]
         blocks = zip(
-            queries.split(num_queries, dim=2),
-            keys.split(num_keys, dim=2),
-            values.split(num_keys, dim=2),
+            queries.split_with_sizes(num_queries, dim=2),
+            keys.split_with_sizes(num_keys, dim=2),
+            values.split_with_sizes(num_keys, dim=2),
             self.blocks,
             strict=True,
         )
         outputs: list[torch.Tensor] = []
         for block_queries, block_keys, block_values, block in blocks:
-            queries_by_call = block_queries.split(
-                [call.num_queries for call in block.calls], dim=2
-            )
-            for call_queries, call in zip(queries_by_call, block.calls, strict=True):
-                output = scaled_dot_product_attention(
-                    call_queries,
-                    block_keys[:, :, : call.num_keys],
-                    block_values[:, :, : call.num_keys],
-                    attn_mask=call.bias_QK,
-                    is_causal=call.bias_QK is None,
-                    scale=scale,
-                    enable_gqa=True,
-                )
-                outputs.append(output)
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return output[..., :value_dim]
+            outputs += block.attend(block_queries, block_keys, block_values, scale)
+        output = outputs[0] if len(outputs) == 1 else _joined(outputs)
+        return output if value_dim == dim else output[..., :value_dim]
+
+
+def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All queries' outputs [1, heads, Q, dim]. In memory the heads of a token are
+    neighbours, as SDPA's kernels write them and the next layer reads them, so that no
+    copy is needed to bring them together."""
+    by_token = [output.transpose(1, 2) for output in outputs]
+    return torch.cat(by_token, dim=1).transpose(1, 2)
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ no weight. Imported after `device.prepare()`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,26 @@ from invrl.train.config import TrainConfig
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.runtime import device
 from invrl.train.runtime.megatron_args import MegatronOptions
+
+
+class SummedGradients(DistributedDataParallel):
+    """Megatron's DDP, which takes less of the host's time for each parameter's gradient
+    of a micro-batch, where gradients are reduced after all micro-batches."""
+
+    def _make_backward_post_hook(
+        self, param: torch.nn.Parameter
+    ) -> Callable[..., None]:
+        if self.ddp_config.overlap_grad_reduce:
+            return super()._make_backward_post_hook(param)
+        parameter: Any = param  # with what Megatron has added to it
+
+        def add_gradient(*_: object) -> None:
+            gradient = parameter.grad
+            if gradient is not None:
+                parameter.main_grad.add_(gradient)
+                parameter.grad = None
+
+        return add_gradient
 
 
 def distribute(
@@ -61,7 +81,7 @@ def distribute(
     distributed: list[DistributedDataParallel] = []
     for chunk in chunks:
         wrapped = Float16Module(transformer, chunk) if transformer.bf16 else chunk
-        distributed.append(DistributedDataParallel(transformer, ddp_config, wrapped))
+        distributed.append(SummedGradients(transformer, ddp_config, wrapped))
     if ddp_config.overlap_grad_reduce:
         # Within these contexts no gradient is reduced; Megatron's schedules leave them
         # for the backward pass of a chunk's last micro-batch.

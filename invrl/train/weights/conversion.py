@@ -148,6 +148,7 @@ class ReplicaWeights:
         """Called on all ranks together. Raises TrainError for a parameter that no rank
         of the copy has."""
         self._config = config
+        self._table = parameters(config)
         self._own_parameters = parameters_of(chunks)
         self._rank = torch.distributed.get_rank()
         self._ranks = layout.model_copy(layout.coordinates(self._rank).data)
@@ -169,7 +170,7 @@ class ReplicaWeights:
         optimizer trains is left out then. None: all of them, as they are. A tensor may
         be a view of the model's own memory: use it before the next training step.
         """
-        table = parameters(self._config)
+        table = self._table
         if values is None:
             values = self._own_parameters
         else:
@@ -196,7 +197,7 @@ class ReplicaWeights:
         """Of each tensor what this rank has, in `dtype`. The parts of all ranks are the
         model, each element once. Parts are views of the model's memory where they can
         be."""
-        for parameter in parameters(self._config):
+        for parameter in self._table:
             holding = self._holdings[parameter.megatron]
             if self._rank not in holding.ranks:
                 continue
@@ -226,7 +227,7 @@ class ReplicaWeights:
         shapes_by_rank: list[Any] = [None] * layout.world_size
         torch.distributed.all_gather_object(shapes_by_rank, own_shapes)
         holdings: dict[str, _Holding] = {}
-        for parameter in parameters(self._config):
+        for parameter in self._table:
             name = parameter.megatron
             holders = [rank for rank in self._ranks if name in shapes_by_rank[rank]]
             if not holders:

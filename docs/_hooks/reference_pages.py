@@ -1,9 +1,16 @@
-"""Writes the page `reference/settings.md` while the documentation is built, from the
-code that reads the settings. The page is never committed, so it cannot be older than
-the code."""
+"""Writes two pages while the documentation is built: `reference/settings.md`, from the
+code that reads the settings, and `reference/files.md`, from the docstrings of the
+modules.
+
+Neither is committed, so neither can be older than the code.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,8 +22,13 @@ from invrl.algorithms.presets import PRESETS
 from invrl.run.config import SECTIONS, TABLES, setting_name
 from invrl.types.section import Section, fields_of, present_type, tables_of
 
-PAGE = "reference/settings.md"
-INTRODUCTION = """\
+ROOT = Path(__file__).parents[2]
+FILES_INTRODUCTION = """\
+# Files
+
+This page is generated from the code: what lives in each package, and the first sentence of each module's docstring.
+"""
+SETTINGS_INTRODUCTION = """\
 # Settings
 
 This page is generated from the code. Each table below is a table of the TOML file, and each setting is also
@@ -36,15 +48,47 @@ and `[megatron]`.
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by MkDocs when it has collected the pages: adds the generated one."""
-    files.append(File.generated(config, PAGE, content=settings_page()))
+    """Called by MkDocs when it has collected the pages: adds the generated ones."""
+    pages = {
+        "reference/settings.md": settings_page(),
+        "reference/files.md": files_page(),
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
     return files
+
+
+def files_page() -> str:
+    """The page as Markdown: one section per package, and a row for every module."""
+    modules: dict[Path, list[Path]] = defaultdict(list)
+    for path in sorted(ROOT.glob("invrl/**/*.py")):
+        if path.name != "__init__.py":
+            modules[path.parent].append(path)
+    lines = [FILES_INTRODUCTION]
+    for package in sorted(modules):
+        lines += [f"## `{package.relative_to(ROOT)}/`", ""]
+        lines += [first_sentence(package / "__init__.py") + ".", ""]
+        lines += ["| file | what it is |", "|---|---|"]
+        lines += [
+            f"| `{path.relative_to(ROOT)}` | {first_sentence(path)} |"
+            for path in modules[package]
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_sentence(path: Path) -> str:
+    """Of the module's docstring, on one line and without its full stop."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[^.])\.(?:\s|$)", paragraph)[0]
+    return sentence.replace("|", r"\|")
 
 
 def settings_page() -> str:
     """The page as Markdown: one section per table of the configuration, and the
     algorithm presets."""
-    parts = [INTRODUCTION]
+    parts = [SETTINGS_INTRODUCTION]
     for table, section in SECTIONS.items():
         parts.append(section_table(table, section))
     for table, (_, model) in TABLES.items():
