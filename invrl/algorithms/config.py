@@ -129,7 +129,7 @@ class OverlongConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """How the reference moves. It is frozen unless something is set here."""
+    """Movement of the reference. It is frozen unless something is set here."""
 
     reset_steps: PositiveInt | None = Field(
         None,

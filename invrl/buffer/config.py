@@ -101,7 +101,7 @@ def _parse_rule(entry: str, value: str) -> FailureRule:
 
 
 class FailuresConfig(Section):
-    """What failed rollouts count as, and how many of them end a run."""
+    """Value of failed rollouts, and the number of them that ends a run."""
 
     reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         ("timeout=0", "context=0", "limit=0"),
@@ -137,7 +137,7 @@ class FailuresConfig(Section):
 
 
 class BufferConfig(Section):
-    """How stale a trained token may be, and which groups are trained on.
+    """Staleness of trained tokens, and the groups that are trained on.
 
     One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
     synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""

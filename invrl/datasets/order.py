@@ -1,4 +1,4 @@
-"""Which rows a step trains: a function of the settings, the seed and the step alone, so
+"""Rows that a step trains: a function of the settings, the seed and the step alone, so
 that a run that resumes needs nothing but its step. Pure.
 
 The passes over the file follow each other without a gap, and batches are cut from that

@@ -96,7 +96,7 @@ class EngineLauncher:
 
     @property
     def names(self) -> list[str]:
-        """Of all engines of the fleet."""
+        """Names of all engines of the fleet."""
         own = [f"engine-{index}" for index in range(self._config.num_engines)]
         return [*own, *self.external_urls]
 

@@ -318,7 +318,7 @@ class Fleet:
                 self.evict(name, reason)
 
     def restart_evicted(self, bring_up: BringUp | None = None) -> None:
-        """From now on start engines that left again, also those that have left already.
+        """Start engines that left again from now on, including those that already left.
 
         Each is started at most `engine.max_restarts` times an hour, in the background;
         an external one is waited for as long as the fleet lives. `bring_up` gives it

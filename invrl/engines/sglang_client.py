@@ -399,7 +399,7 @@ class SglangClient:
         await self._control("/pause_generation", {"mode": mode})
 
     async def pause_and_flush(self) -> None:
-        """As `pause` and `flush_cache`, in one request. If the flush is refused, the
+        """Pause, and flush the cache, in one request. If the flush is refused, the
         engine is paused all the same."""
         await self._control(PAUSE_PATH, {})
 

@@ -12,7 +12,7 @@ NAME_PATH = "/name_weights"
 
 
 def add_update_routes() -> None:
-    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    """Add the routes, in the engine's HTTP process before it serves. Imports SGLang."""
     from fastapi import HTTPException
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import (

@@ -114,7 +114,7 @@ class EngineReceiver(ABC):
             self._approved_layout = layout
 
     async def pause(self) -> None:
-        """What becomes of running requests is the setting `weights.inflight`."""
+        """The setting `weights.inflight` decides what becomes of running requests."""
         self.is_paused = True
         inflight = self._settings.inflight
         if inflight == "in_place":

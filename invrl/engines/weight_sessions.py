@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def load_in_one_step() -> None:
-    """To be called in the scheduler's process or in what it is forked from. Imports
-    SGLang."""
+    """Make a load one step, in the scheduler's process or in the one that forks it.
+    Imports SGLang."""
     from sglang.srt.managers.io_struct import (
         BeginWeightUpdateReqInput,
         EndWeightUpdateReqInput,
@@ -51,7 +51,8 @@ def load_in_one_step() -> None:
 
 
 def leave_unpacked_modules() -> None:
-    """To be called where `load_in_one_step` is."""
+    """Leave modules where they are that SGLang does not pack. Call it where
+    `load_in_one_step` is called."""
     from sglang.srt.layers.quantization.unquant import (
         UnquantizedEmbeddingMethod,
         UnquantizedLinearMethod,

@@ -52,7 +52,7 @@ class SpanPlace:
 
 
 def traces_endpoint(setting: str | None) -> str:
-    """Where this process is to send spans to; "" if it is not to. `setting`: the
+    """Return the address to which this process sends spans; "" for none. `setting`: the
     collector's address, as `--log.otel-endpoint` has it. Without it the standard
     environment variables count."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":

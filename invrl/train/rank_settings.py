@@ -45,7 +45,7 @@ class RankSettings:
     weight_dtype: str
     """Dtype of the engines' weights, by torch's name."""
     weights: AnyWeights = field(default_factory=lambda: ArenaWeights.model_validate({}))
-    """How the weights reach the engines. Where they join a broadcast, the host is
+    """Way of the weights to the engines. Where they join a broadcast, the host is
     `master_addr` if the settings have none."""
     engine_ranks: int = 1
     """Processes of each engine that share its weights."""

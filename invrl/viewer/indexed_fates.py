@@ -1,4 +1,4 @@
-"""What became of the rollouts of a run: its ledger, followed into the index as
+"""Fates of the rollouts of a run: its ledger, followed into the index as
 `observe/samples/samples.py` reads it.
 
 The ledger is followed by incarnation and sequence. An incarnation that is new may make

@@ -187,7 +187,7 @@ class ArenaWriter:
             memory, self._cuda = allocate(_arena_bytes(layout), device)
             self._slots = _slots_of(memory, layout)
         self._slot_hashes: list[HashTensors] = [self.hash_tensors, self.hash_tensors]
-        """How each slot is hashed whole."""
+        """Hash of each whole slot."""
         if self._checksums_add_up:
             self._slot_hashes = [
                 SumsInPlace.of_wholes(slot).checksums_of_wholes for slot in self._slots

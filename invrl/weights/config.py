@@ -17,7 +17,7 @@ _HOST: Any = Field(
 
 
 class WeightsConfig(Section):
-    """How new weights reach the engines, and what proves that they are there. Each
+    """Transport of new weights to the engines, and the proof that they are there. Each
     transport adds settings of its own."""
 
     plain_flags = ()
@@ -66,20 +66,20 @@ class ArenaWeights(WeightsConfig):
 
 
 class BucketWeights(WeightsConfig):
-    """By SGLang's own way: buckets in shared memory."""
+    """SGLang's own way: buckets in shared memory."""
 
     transport: Literal["bucket"] = "bucket"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class CollectiveWeights(WeightsConfig):
-    """By a broadcast to all engines."""
+    """A broadcast to all engines."""
 
     transport: Literal["collective"] = "collective"  # pyright: ignore[reportIncompatibleVariableOverride]
     host: Text | None = _HOST
 
     @property
     def broadcast_timeout_s(self) -> float:
-        """For the engines to join, and then for each bucket. An engine that hangs
+        """Deadline for the engines to join, and for each bucket. An engine that hangs
         leaves time for a second broadcast, to the others."""
         return self.timeout_s / _WAITS_OF_A_BROADCAST
 
@@ -93,13 +93,13 @@ class _FileWeights(WeightsConfig):
 
 
 class DiskWeights(_FileWeights):
-    """By files: each version whole."""
+    """Files: each version whole."""
 
     transport: Literal["disk"] = "disk"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class DeltaWeights(_FileWeights):
-    """By files: what changed since the version before."""
+    """Files: what changed since the version before."""
 
     transport: Literal["delta"] = "delta"  # pyright: ignore[reportIncompatibleVariableOverride]
     full_every: int = Field(

@@ -36,7 +36,7 @@ _TILE_FIELDS = tl.constexpr(7)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Where the words of matrices lie. It keeps none of their memory."""
+    """Places of the words of matrices. It keeps none of their memory."""
 
     num_sums: int
     by_word_bytes: Sequence[tuple[int, torch.Tensor]]

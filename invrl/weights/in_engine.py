@@ -172,14 +172,14 @@ def _check_fits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
-    """What a layout and a model's parameters decide."""
+    """Everything that follows from a layout and a model's parameters."""
 
     model: torch.nn.Module
     tensors: WeightLayout
     rank: EngineRank
     checksums_add_up: bool
     memory: _Memory
-    """Of the parameters, as it was."""
+    """Memory of the parameters at that time."""
     slices: Mapping[str, TensorSlice]
     own_tensors: Sequence[TensorSpec]
     places: Mapping[str, torch.Tensor]

@@ -110,7 +110,7 @@ class SumsInPlace:
         self._places = places
         self._whole_shapes = whole_shapes
         self._tiles: Tiles | None = None
-        """Of all parts, from the first call that hashes all of them on a GPU."""
+        """Tiles of all parts, from the first call that hashes all of them on a GPU."""
 
     @classmethod
     def of_wholes(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
@@ -121,7 +121,7 @@ class SumsInPlace:
     def checksums_of_wholes(
         self, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, str]:
-        """As the function of this name. `tensors`: those that are known, or any others
+        """Return the checksums of whole tensors. `tensors`: those that are known, or any others
         with their names."""
         return _texts_of_wholes(tensors, self._sums(tensors))
 

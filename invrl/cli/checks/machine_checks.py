@@ -356,7 +356,7 @@ def _weight_bytes(config: Config) -> int:
 
 
 def _checkpoint_bytes(config: Config, machine: Machine) -> float:
-    """What a checkpoint of the run takes at least: a critic of another model than the
+    """Return the bytes that a checkpoint of the run takes at least: a critic of another model than the
     policy's is not counted. Of a model that the estimate cannot read, eight times its
     files."""
     budget = _trainer_memory(config, machine)
@@ -378,7 +378,7 @@ def _existing(folder: str) -> Path:
 
 
 def check_disk_of_store(config: Config, machine: Machine) -> str:
-    """Of a command that writes no more than conversations and logs."""
+    """Check the disk of a command that writes no more than conversations and logs."""
     root = _existing(config.run.run_root)
     full = full_disk(root)
     if full:

@@ -1,4 +1,4 @@
-"""Where a run's phases, metrics and messages go: files, trackers, traces and the
+"""Destinations of a run's phases, metrics and messages: files, trackers, traces and the
 console.
 
 Start with `sinks.py`.

@@ -1,4 +1,4 @@
-"""What is saved of a run and when, and where a run that resumes begins.
+"""Saves of a run, and the place where a resumed run begins.
 
 The lowest room of `invrl/run`. Start with `checkpoints.py`.
 """

@@ -1,5 +1,4 @@
-"""Where an incarnation of a run starts: at the run's newest whole checkpoint, or at
-step 0.
+"""Start of an incarnation of a run: at the run's newest whole checkpoint, or at step 0.
 
 A resume, in the order in which it happens (`run/incarnations/incarnation.py` makes these
 calls):

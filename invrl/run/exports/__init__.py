@@ -1,4 +1,4 @@
-"""What a run gives away besides its models: its rollouts as rows to train on, for a file
+"""Exports of a run besides its models: its rollouts as rows to train on, for a file
 of data.
 
 Start with `exported_rows.py`; `invrl export-data` writes the file.

@@ -1,4 +1,4 @@
-"""What a scrape measures of each part of a run, as series of
+"""Measurements of each part of a run for a scrape, as series of
 `observe/metrics/metric_families.py`.
 
 Invariant: nothing here asks the trainer or the buffer's actor, and every question to

@@ -104,7 +104,7 @@ class CheckpointsConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run shows on the console and logs."""
+    """Output of a run on the console and in logs."""
 
     format: LogFormat = Field(
         "text", description="lines of logs/: text, or a JSON object each"
@@ -127,7 +127,7 @@ class LogConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where the metrics of a run are shown and written."""
+    """Destinations of the metrics of a run."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None,
@@ -339,7 +339,7 @@ class Config(Section):
 
     @property
     def best_checkpoints_by(self) -> ScoreKind:
-        """What `checkpoints.keep_best_by` stands for in this run."""
+        """Metric that `checkpoints.keep_best_by` stands for in this run."""
         if self.trains_on_data:
             return "held_out_loss"
         if self.run.checkpoints.keep_best_by != "auto":
