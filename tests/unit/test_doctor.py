@@ -145,7 +145,8 @@ def full_disk(plot: Plot) -> None:
 def endless_weights_by_disk(plot: Plot) -> None:
     with (plot.model / "more.safetensors").open("wb") as file:
         file.truncate(10**13)  # sparse
-    flag(weight_transport="disk", weight_folder=str(plot.here))(plot)
+    folder = {"weights.transport": "disk", "weights.folder": str(plot.here)}
+    flag(**folder)(plot)
 
 
 def bound_port(plot: Plot) -> None:
