@@ -73,6 +73,7 @@ class _Control:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._version = ""
 
     async def update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -83,7 +84,11 @@ class _Control:
         return web.json_response({})
 
     async def name_weights(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": request.query["version"]})
+        self._version = request.query["version"]
+        return await self.model_info(request)
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._version})
 
     async def accept(self, _: web.Request) -> web.Response:
         """Pause, resume and the like: nothing generates here."""
@@ -105,6 +110,7 @@ def make_application(model: torch.nn.Module, key: str) -> web.Application:
         [
             web.post("/update_weights_from_tensor", control.update_weights),
             web.post(NAME_PATH, control.name_weights),
+            web.get("/model_info", control.model_info),
             web.post("/{path:.*}", control.accept),
         ]
     )
