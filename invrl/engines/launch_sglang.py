@@ -14,7 +14,7 @@ SGLang writes the load of its scheduler into a file of /dev/shm that nobody remo
 Here the file is in the engine's TMPDIR, which is removed with the engine.
 
 On CUDA `sglang_on_cpu` does nothing. The shorter imports (no garbage collection, no
-Megatron, our families' classes first) apply there too, but have not been tried.
+Megatron, our families' classes first) apply there too.
 """
 
 import functools
