@@ -78,7 +78,8 @@ def files_page() -> str:
 
 
 def first_sentence(path: Path) -> str:
-    """Of the module's docstring, on one line and without its full stop."""
+    """Return the first sentence of the module's docstring, on one line and without its
+    full stop."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=[^.])\.(?:\s|$)", paragraph)[0]

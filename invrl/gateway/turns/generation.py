@@ -53,7 +53,7 @@ dead engine."""
 _ENGINE_POLL_S = 0.5
 """Pause between two requests to a router that has no engine."""
 _SPACE_POLL_S = 1.0
-"""Between two tries to record a turn on a full disk."""
+"""Pause between two tries to record a turn on a full disk."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -322,7 +322,7 @@ class Generation:
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
     async def _record(self, turn: Turn, message: Message, recorded: Recorded) -> None:
-        """Returns when the turn is durable. Raises DiskFullError if the disk stays
+        """Wait until the turn is durable. Raises DiskFullError if the disk stays
         full."""
         deadline = time.monotonic() + self._space_wait_s
         while True:

@@ -12,7 +12,7 @@ from invrl.gateway.types import Message, ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedReplies:
-    """A request with each of these replies in one message again."""
+    """Request with each split reply in one message again."""
 
     messages: tuple[Message, ...]
     positions: tuple[int, ...]
@@ -25,7 +25,7 @@ class JoinedReplies:
 
 
 def made_calls(calls: Sequence[ToolCall]) -> tuple[str, ...]:
-    """The names and arguments of calls."""
+    """Return the names and arguments of calls."""
     parts: list[str] = []
     for call in calls:
         parts += [call.name, canonical_json(call.arguments)]
@@ -35,9 +35,9 @@ def made_calls(calls: Sequence[ToolCall]) -> tuple[str, ...]:
 def join_split_replies(
     messages: Sequence[Message], recorded_reply: Callable[[Message], Message | None]
 ) -> JoinedReplies | None:
-    """The request with all calls of a reply in one message, in the place of the first
-    of them; None if no reply was split. The results of calls keep their order: the
-    model has made all of its calls before it is told the first result.
+    """Return the request with all calls of a reply in one message, in the place of the
+    first of them; None if no reply was split. The results of calls keep their order:
+    the model has made all of its calls before it is told the first result.
     `recorded_reply`: the recorded reply that begins with the first call of a
     message."""
     kept: list[Message] = []
@@ -72,9 +72,9 @@ def join_split_replies(
 def _find_parts(
     messages: Sequence[Message], begin: int, reply: Message
 ) -> Sequence[int]:
-    """The positions of the messages that have the calls of the reply, the first of them
-    at `begin`. None unless they have exactly these calls, in their order, no other text
-    than the reply's, and only results of these calls between them."""
+    """Return the positions of the messages that have the calls of the reply, the first
+    of them at `begin`. Empty unless they have exactly these calls, in their order, no
+    other text than the reply's, and only results of these calls between them."""
     calls: list[ToolCall] = []
     parts: list[int] = []
     for position in range(begin, len(messages)):
@@ -96,7 +96,7 @@ def _find_parts(
 
 
 def _is_its_text(message: Message, reply: Message) -> bool:
-    """It has the text of the reply and nothing else."""
+    """Whether the message has the text of the reply and nothing else."""
     text = message.content.strip()
     is_text = message.role == "assistant" and not message.tool_calls and text != ""
     return is_text and text == reply.content.strip()

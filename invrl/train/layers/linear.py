@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A rank has the weights of some outputs."""
+    """Linear layer of which a rank has the weights of some outputs, or of all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -27,7 +27,7 @@ class ColumnLinear(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, and the bias that the caller is to add."""
+        """Return the output, and the bias for the caller to add."""
         if not self._is_whole or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
         assert self.weight is not None
@@ -35,7 +35,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """A rank has the weights of some inputs."""
+    """Linear layer of which a rank has the weights of some inputs, or of all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -44,7 +44,7 @@ class RowLinear(RowParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, and the bias that the caller is to add."""
+        """Return the output, and the bias for the caller to add."""
         if not self._is_whole:
             return super().forward(input_)
         return _outputs(input_, self.weight, self.bias, adds=not self.skip_bias_add)

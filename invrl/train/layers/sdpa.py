@@ -41,7 +41,7 @@ class AttentionCall:
         values: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """The output for the queries and the keys of the call."""
+        """Return the output [1, heads, Q, dim] for the queries and keys of the call."""
         return scaled_dot_product_attention(
             queries,
             keys,
@@ -68,7 +68,7 @@ class BlockCalls:
         values: torch.Tensor,
         scale: float,
     ) -> list[torch.Tensor]:
-        """The output of each call, for the queries, keys and values of the block. Most
+        """Return the output of each call, for the tensors of the whole block. Most
         blocks have one call: then nothing is cut, which would cost an operation of the
         backward pass for each tensor."""
         if len(self.calls) == 1:
@@ -169,7 +169,7 @@ class AttentionCalls:
 
 
 def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All queries' outputs [1, heads, Q, dim]. In memory the heads of a token are
+    """Return all queries' outputs [1, heads, Q, dim]. In memory the heads of a token are
     neighbours, as SDPA's kernels write them and the next layer reads them, so that no
     copy is needed to bring them together."""
     by_token = [output.transpose(1, 2) for output in outputs]
