@@ -1,14 +1,15 @@
-"""The test suite as `launch/test.sh` runs it: workers side by side that take equally
-long, what they do meanwhile, and what they came to.
+"""The test suite as `launch/test.sh` runs it: workers side by side that take the next
+files when they are done with theirs, what they do meanwhile, and what they came to.
 
 python tests/suite.py        the quick tests
-python tests/suite.py --all  all tests; writes `tests/suite.json`, by which the workers' shares are balanced
+python tests/suite.py --all  all tests; writes `tests/suite.json`, by which the longest files come first
 python tests/suite.py --workers N  with so many workers
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -17,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -41,11 +41,15 @@ NUM_WORKERS = 3
 """For two cores: many tests wait, for a process that starts or a time that passes."""
 _UNKNOWN_S = 2.0
 """Of a file that no record has."""
+_SHORTEST_PART_S = 20.0
+"""Shorter files are put together: each time that a worker collects costs a moment."""
 _NUM_RECORDED = 50
 _NUM_PRINTED = 20
 _PROGRESS_S = 20.0
 _PROGRESS_VARIABLE = "INVRL_SUITE_PROGRESS"
 """In the environment of a worker: the file that its progress goes to."""
+_QUEUE_VARIABLE = "INVRL_SUITE_QUEUE"
+"""In the environment of a worker: the folder of the parts that no worker has taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +64,7 @@ class Result:
 
 
 Part = tuple[str, ...]
-"""Files that one worker shall run."""
-
-
-def shares(
-    seconds_by_part: Mapping[Part, float], num_workers: int = NUM_WORKERS
-) -> list[list[str]]:
-    """Each worker's files. The longest part comes first, and each goes to the worker
-    that has least to do so far."""
-    files: list[list[str]] = [[] for _ in range(num_workers)]
-    seconds = [0.0] * num_workers
-    for part in sorted(
-        seconds_by_part, key=lambda part: (-seconds_by_part[part], part)
-    ):
-        shortest = seconds.index(min(seconds))
-        files[shortest].extend(part)
-        seconds[shortest] += seconds_by_part[part]
-    return files
+"""Files that one worker shall run, one after the other."""
 
 
 def _seconds_by_file(
@@ -88,23 +76,35 @@ def _seconds_by_file(
     }
 
 
-def parts_of_suite(
-    recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool
-) -> dict[Part, float]:
-    """Seconds of every file of tests that there is; files that share a fixture are one
-    part."""
-    files_by_part: defaultdict[object, list[str]] = defaultdict(list)
+def parts_of_suite(seconds_by_file: Mapping[str, float]) -> list[Part]:
+    """Every file of tests that there is, in the order in which the workers shall take
+    them: the longest part first. Files that share a fixture are one part, and so are
+    several that are short."""
+    files_by_fixtures: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         file = path.relative_to(TESTS.parent).as_posix()
         fixtures = ()
         if path.parent.name != "unit":  # unit tests start none of them
             fixtures = shared_fixtures(path.read_text(encoding="utf-8"))
-        files_by_part[fixtures or file].append(file)
-    seconds = _seconds_by_file(recorded, with_slow=with_slow)
-    return {
-        tuple(files): sum(seconds.get(file, _UNKNOWN_S) for file in files)
-        for files in files_by_part.values()
-    }
+        files_by_fixtures[fixtures].append(file)
+    files_alone = files_by_fixtures.pop((), [])
+    parts = [tuple(files) for files in files_by_fixtures.values()]
+
+    def seconds(part: Part) -> float:
+        return sum(seconds_by_file.get(file, _UNKNOWN_S) for file in part)
+
+    short: Part = ()
+    for file in files_alone:
+        if seconds((file,)) >= _SHORTEST_PART_S:
+            parts.append((file,))
+            continue
+        short = (*short, file)
+        if seconds(short) >= _SHORTEST_PART_S:
+            parts.append(short)
+            short = ()
+    if short:
+        parts.append(short)
+    return sorted(parts, key=lambda part: (-seconds(part), part))
 
 
 def shared_fixtures(source: str) -> tuple[str, ...]:
@@ -193,58 +193,57 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
     print(f"{states} at {found['commit']} in {took_s / 60:.1f} minutes")
 
 
+def put_in_queue(parts: Sequence[Part], queue: Path) -> None:
+    queue.mkdir()
+    for number, part in enumerate(parts):
+        (queue / f"{number:04}").write_text("\n".join(part), encoding="utf-8")
+
+
+def take_from_queue(queue: Path) -> Iterator[Part]:
+    """Each part that no other process has taken, until none is left."""
+    taken = queue.parent / f"taken-by-{os.getpid()}"
+    for number in itertools.count():
+        try:
+            (queue / f"{number:04}").rename(taken)  # only one process succeeds
+        except FileNotFoundError:
+            if not any(queue.iterdir()):
+                return
+            continue
+        yield tuple(taken.read_text(encoding="utf-8").splitlines())
+
+
 class Worker:
-    """A process of pytest. With this module as a plugin it writes what it does into a
-    file."""
+    """A process of pytest that takes parts of the suite from a queue. With this module
+    as a plugin it writes what it does into a file."""
 
     def __init__(
-        self,
-        files: Sequence[str],
-        *,
-        with_slow: bool,
-        folder: Path,
-        name: str,
-        seconds_by_file: Mapping[str, float] = MappingProxyType({}),
+        self, queue: Path, *, with_slow: bool, folder: Path, name: str
     ) -> None:
-        """Starts it with these files. `seconds_by_file`: how long each took
-        before."""
-        self._seconds_by_file = {
-            file: seconds for file, seconds in seconds_by_file.items() if file in files
-        }
+        """Starts it."""
         self.report = folder / f"{name}.xml"
         self.output = folder / f"{name}.txt"
         self._progress = folder / f"{name}.progress"
         self._progress.touch()
         choice = [] if with_slow else ["-m", "not slow"]
-        python = [
-            sys.executable,
-            str(TESTS.parent / "launch/run_contained.py"),
-            sys.executable,
-        ]
-        environment = {**os.environ, _PROGRESS_VARIABLE: str(self._progress)}
+        contained = [sys.executable, str(TESTS.parent / "launch/run_contained.py")]
+        pytest_command = [sys.executable, "-m", "pytest", "-p", "tests.suite"]
+        environment = {
+            **os.environ,
+            _PROGRESS_VARIABLE: str(self._progress),
+            _QUEUE_VARIABLE: str(queue),
+        }
         # Else each of the hundreds of processes that tests start compiles our modules.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    *python,
-                    "-m",
-                    "pytest",
-                    "-p",
-                    "tests.suite",
-                    *choice,
-                    "--junitxml",
-                    str(self.report),
-                    *files,
-                ],
+                [*contained, *pytest_command, *choice, "--junitxml", str(self.report)],
                 cwd=TESTS.parent,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.num_tests = 0
         self.num_done = 0
-        self.running = "it collects its tests"
+        self.running = ""
         self.files_done: set[str] = set()
         self.failed: list[str] = []
         self._num_read = 0
@@ -260,12 +259,10 @@ class Worker:
         failed: list[str] = []
         for line in new:
             event, _, text = line.partition(" ")
-            if event == "collected":
-                self.num_tests = int(text)
-            elif event == "begins":
-                if text != self.running:
-                    self.files_done.add(self.running)
+            if event == "begins":
                 self.running = text
+            elif event == "did":
+                self.files_done.add(text)
             elif event == "failed":
                 failed.append(text)
             elif event == "ended":
@@ -273,27 +270,22 @@ class Worker:
         self.failed += failed
         return failed
 
-    def share_done(self) -> float:
-        """Of its time, by how long its files took before."""
-        whole = sum(self._seconds_by_file.values())
-        done = sum(self._seconds_by_file.get(file, 0.0) for file in self.files_done)
-        return done / whole if whole else 0.0
-
 
 def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
     """Runs all workers and prints what happens. Returns the exit code."""
     began = time.monotonic()
-    parts = parts_of_suite(_recorded(), with_slow=with_slow)
-    with tempfile.TemporaryDirectory() as folder:
+    seconds_by_file = _seconds_by_file(_recorded(), with_slow=with_slow)
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        put_in_queue(parts_of_suite(seconds_by_file), folder / "queue")
         workers = [
             Worker(
-                sorted(files),
+                folder / "queue",
                 with_slow=with_slow,
-                folder=Path(folder),
+                folder=folder,
                 name=f"worker-{number}",
-                seconds_by_file=_seconds_by_file(_recorded(), with_slow=with_slow),
             )
-            for number, files in enumerate(shares(parts, num_workers))
+            for number in range(num_workers)
         ]
         printed_at = began
         while any(worker.process.poll() is None for worker in workers):
@@ -302,7 +294,8 @@ def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
                 print(f"failed: {name}", flush=True)
             if time.monotonic() - printed_at > _PROGRESS_S:
                 printed_at = time.monotonic()
-                print(progress_line(workers, printed_at - began), flush=True)
+                line = progress_line(workers, seconds_by_file, printed_at - began)
+                print(line, flush=True)
         for worker in workers:
             worker.look()
             if worker.process.returncode:
@@ -315,21 +308,27 @@ def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
         return int(any(worker.process.returncode for worker in workers))
 
 
-def progress_line(workers: Sequence[Worker], took_s: float) -> str:
+def progress_line(
+    workers: Sequence[Worker], seconds_by_file: Mapping[str, float], took_s: float
+) -> str:
     """Minutes since the start, how far the workers are, what they run, and how long the
-    slowest one will take if it goes on as it did."""
-    done = sum(worker.num_done for worker in workers)
-    of_all = sum(worker.num_tests for worker in workers)
-    least_share = min(worker.share_done() for worker in workers)
+    rest will take, by how long the files took before."""
+    num_done = sum(worker.num_done for worker in workers)
+    num_failed = sum(len(worker.failed) for worker in workers)
+    done_s = sum(
+        seconds_by_file.get(file, 0.0)
+        for worker in workers
+        for file in worker.files_done
+    )
+    of_all = done_s / (sum(seconds_by_file.values()) or 1.0)
     left = ""
-    if least_share > 0.02:
-        left = f", about {took_s * (1 / least_share - 1) / 60:.0f} min left"
+    if of_all > 0.02:
+        left = f", about {took_s * (1 / of_all - 1) / 60:.0f} min left"
     files = ", ".join(
         worker.running for worker in workers if worker.process.poll() is None
     )
-    num_failed = sum(len(worker.failed) for worker in workers)
     minutes, seconds = divmod(int(took_s), 60)
-    return f"[{minutes:2}:{seconds:02}] {done} of {of_all} tests done, {num_failed} failed{left}; now {files}"
+    return f"[{minutes:2}:{seconds:02}] {num_done} tests done, {num_failed} failed{left}; now {files}"
 
 
 # ------------------------------------------------- in a worker, as a plugin of pytest
@@ -340,10 +339,35 @@ def _say(event: str) -> None:
         progress.write(f"{event}\n")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    _say(f"collected {len(session.items)}")
-    # Modules that tests write are theirs: nothing is kept beside them.
-    sys.dont_write_bytecode = True
+def pytest_collection() -> bool:
+    """Nothing is collected before it is taken from the queue."""
+    return True
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    num_collected = 0
+    for part in take_from_queue(Path(os.environ[_QUEUE_VARIABLE])):
+        sys.dont_write_bytecode = False
+        num_collected += len(session.perform_collect(part))
+        # Modules that tests write are theirs: nothing is kept beside them.
+        sys.dont_write_bytecode = True
+        for item, following in itertools.zip_longest(session.items, session.items[1:]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        for file in part:
+            _say(f"did {file}")
+    session.testscollected = num_collected
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker that found nothing to do is not to blame."""
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _say(f"failed {report.nodeid}")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

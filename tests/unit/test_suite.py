@@ -1,22 +1,22 @@
-"""The shares of the test suite, and what its reports come to."""
+"""The queue of the test suite, and what its reports come to."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
-import pytest
-import suite
 from suite import (
     TESTS,
     Worker,
     parts_of_suite,
     progress_line,
+    put_in_queue,
     read_reports,
     shared_fixtures,
-    shares,
     summary,
+    take_from_queue,
 )
 
 REPORT = """<testsuites><testsuite>
@@ -29,21 +29,33 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_shares_of_the_workers_take_equally_long() -> None:
-    parts = {("a",): 5.0, ("b", "e"): 4.0, ("c",): 3.0, ("d",): 2.0}
-    assert shares(parts, 2) == [["a", "d"], ["b", "e", "c"]]
-    assert shares(parts, 3) == [["a"], ["b", "e"], ["c", "d"]]
+def test_longest_part_comes_first() -> None:
+    slow_file, fast_file = "tests/unit/test_suite.py", "tests/test_architecture.py"
+    parts = parts_of_suite({slow_file: 300.0, fast_file: 200.0})
+    assert parts[:2] == [(slow_file,), (fast_file,)]
 
 
-def test_every_file_of_tests_is_in_one_share() -> None:
-    all_shares = shares(parts_of_suite({}, with_slow=True))
-    assert sorted(itertools.chain(*all_shares)) == sorted(
+def test_every_file_of_tests_is_in_one_part() -> None:
+    assert sorted(itertools.chain(*parts_of_suite({}))) == sorted(
         path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")
     )
 
 
+def test_short_files_are_taken_together() -> None:
+    assert len(parts_of_suite({})) < 0.2 * len(list(TESTS.rglob("test_*.py")))
+
+
+def test_each_part_is_taken_by_one_process(tmp_path: Path) -> None:
+    parts = [("a", "b"), ("c",), ("d",)]
+    queue = tmp_path / "queue"
+    put_in_queue(parts, queue)
+    first, second = take_from_queue(queue), take_from_queue(queue)
+    assert [next(first), next(second), next(first)] == parts
+    assert [*first, *second] == []
+
+
 def test_files_that_share_an_engine_or_a_run_are_in_one_share() -> None:
-    parts = parts_of_suite({}, with_slow=True)
+    parts = parts_of_suite({})
     [engine] = [part for part in parts if "tests/integration/test_engine.py" in part]
     assert {
         "tests/contract/test_generate_protocol.py",
@@ -63,13 +75,6 @@ def test_fixture_of_a_file_is_one_that_it_asks_for() -> None:
     assert not shared_fixtures("a pool of workers; learned = 3")
 
 
-def test_slow_tests_count_only_where_they_run() -> None:
-    recorded = {"tests/unit/test_suite.py": {"quick": 1.0, "slow": 10.0}}
-    part = ("tests/unit/test_suite.py",)
-    assert parts_of_suite(recorded, with_slow=False)[part] == 1.0
-    assert parts_of_suite(recorded, with_slow=True)[part] == 11.0
-
-
 def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
     report = tmp_path / "0.xml"
     report.write_text(REPORT)
@@ -83,46 +88,64 @@ def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
     assert next(iter(found["slowest"])) == "tests/e2e/test_b.py::test_three"
 
 
-def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(
-        "def test_right(): pass\ndef test_wrong(): assert False\n", encoding="utf-8"
+def test_worker_runs_the_parts_and_names_failures(tmp_path: Path) -> None:
+    right, wrong, broken = (
+        tmp_path / f"test_{name}.py" for name in ("right", "wrong", "broken")
     )
-    files = [str(tmp_path / "test_a.py")]
-    worker = Worker(files, with_slow=True, folder=tmp_path, name="worker-0")
+    right.write_text("def test_right(): pass\n", encoding="utf-8")
+    wrong.write_text("def test_wrong(): assert 1 + 1 == 3\n", encoding="utf-8")
+    broken.write_text("import nothing_of_this_name\n", encoding="utf-8")
+    put_in_queue([(str(wrong), str(right)), (str(broken),)], tmp_path / "queue")
+    worker = Worker(
+        tmp_path / "queue", with_slow=True, folder=tmp_path, name="worker-0"
+    )
     assert worker.process.wait(timeout=300) == 1
-    assert [name.rpartition("::")[2] for name in worker.look()] == ["test_wrong"]
+    test_of_wrong, _ = worker.look()
+    assert test_of_wrong.endswith("::test_wrong")
+    assert "No module named 'nothing_of_this_name'" in worker.output.read_text()
     assert worker.look() == []
-    assert (worker.num_done, worker.num_tests) == (2, 2)
-    assert worker.running.endswith("test_a.py")
-    assert worker.report.exists()
+    assert worker.num_done == 2
+    assert worker.files_done == {str(right), str(wrong), str(broken)}
+    states = [result.state for result in read_reports([worker.report])]
+    assert sorted(states) == ["failed", "failed", "passed"]
 
 
-def test_remaining_time_is_that_of_the_slowest_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        suite.subprocess,
-        "Popen",
-        lambda *_, **options: SimpleNamespace(poll=lambda: None),
+def test_worker_whose_tests_are_all_slow_succeeds(tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_slow(): assert False\n",
+        encoding="utf-8",
     )
-    seconds = {
-        "a/test_1.py": 60.0,
-        "a/test_2.py": 60.0,
-        "test_3.py": 300.0,
-        "test_4.py": 100.0,
-    }
-    first, second = (
-        Worker(
-            files, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds
-        )
-        for files, name in (
-            (["a/test_1.py", "a/test_2.py"], "first"),
-            (["test_3.py", "test_4.py"], "second"),
-        )
+    put_in_queue([(str(tmp_path / "test_slow.py"),)], tmp_path / "queue")
+    worker = Worker(
+        tmp_path / "queue", with_slow=False, folder=tmp_path, name="worker-0"
     )
-    assert "min left" not in progress_line([first, second], 60.0)
-    first.num_tests, first.num_done, first.files_done = 100, 75, {"a/test_1.py"}
-    second.num_tests, second.num_done, second.files_done = 100, 50, {"test_3.py"}
-    second.failed = ["test_x"]
-    line = progress_line([first, second], 605.0)
-    assert line.startswith("[10:05] 125 of 200 tests done, 1 failed, about 10 min left")
+    assert worker.process.wait(timeout=300) == 0
+
+
+def test_remaining_time_follows_the_recorded_times() -> None:
+    def worker_of(
+        running: str, files_done: set[str], num_done: int, failed: list[str]
+    ) -> Worker:
+        process = SimpleNamespace(poll=lambda: None)
+        return cast(
+            Worker,
+            SimpleNamespace(
+                process=process,
+                running=running,
+                files_done=files_done,
+                num_done=num_done,
+                failed=failed,
+            ),
+        )
+
+    seconds = {"test_1.py": 60.0, "test_2.py": 60.0, "test_3.py": 120.0}
+    just_begun = worker_of("test_1.py", set(), 0, [])
+    assert "min left" not in progress_line([just_begun], seconds, 60.0)
+    halfway = [
+        worker_of("test_2.py", {"test_1.py"}, 75, []),
+        worker_of("test_3.py", {"test_2.py"}, 50, ["test_x"]),
+    ]
+    assert (
+        progress_line(halfway, seconds, 605.0)
+        == "[10:05] 125 tests done, 1 failed, about 10 min left; now test_2.py, test_3.py"
+    )
