@@ -22,6 +22,8 @@ Parameters = ParamSpec("Parameters")
 _POLL_S = 1.0
 _REPEAT_S = 600.0
 """Seconds between two lines about one disk."""
+_WATCH_S = 5.0
+"""Time between two looks at a disk that nothing waits for."""
 
 
 @dataclass(slots=True)
@@ -113,8 +115,8 @@ async def watch_disk(folder: Path) -> None:
         folder, "calls of agents; other requests are answered with 503 meanwhile"
     )
     while True:
-        if full_disk(folder):
+        if await asyncio.to_thread(full_disk, folder):
             wait.goes_on()
         else:
             wait.ends()
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_WATCH_S)

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,13 +18,13 @@ import numpy as np
 import pytest
 from folder_trainer import FolderTrainer, names
 from small_buffer import started_on_held_ledger
-from stored_rollouts import finish_lease
+from stored_rollouts import finish_lease, stored_session, turn
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
 from invrl.host import disk_waits
-from invrl.host.disk import is_full, write_atomically
-from invrl.host.disk_waits import DiskWait, until_written
+from invrl.host.disk import full_disk, is_full, write_atomically
+from invrl.host.disk_waits import DiskWait, until_written, watch_disk
 from invrl.host.incidents import incidents_shown
 from invrl.observe.sinks import token_recorder
 from invrl.observe.sinks.sinks import JsonlSink, RunObserver
@@ -32,11 +33,13 @@ from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.growing_file import GrowingFile
 from invrl.store.metrics_file import read_metrics
+from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.timeline_file import Span, TimelineWriter, read_timeline
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens
 from invrl.train.ranks.rank_calls import RankCalls
 from invrl.types.file_entry import FileEntries
+from invrl.types.sessions import Reward
 from invrl.types.weights import WeightVersion
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -413,3 +416,86 @@ def test_a_full_disk_is_known_by_its_error_or_the_cause_of_it(number: int) -> No
     error.__cause__ = OSError(number, "full")
     assert is_full(error)
     assert not is_full(OSError(errno.EIO, "broken"))
+
+
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    """What SQLite raises under this extended error code."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.fixture
+def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota that lets a file be created, but not grow; the disk has space."""
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@pytest.mark.usefixtures("used_up_quota")
+async def test_a_used_up_quota_is_a_full_disk_and_has_its_line(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    """SQLite reports a quota as it does a broken disk."""
+    assert "the quota on the disk at" in full_disk(tmp_path)
+    assert is_full(sqlite_error(sqlite3.SQLITE_IOERR_WRITE), tmp_path)
+    assert not is_full(sqlite_error(sqlite3.SQLITE_CORRUPT), tmp_path)
+    watch = asyncio.create_task(watch_disk(tmp_path))
+    async with asyncio.timeout(5):
+        while not lines:
+            await asyncio.sleep(0.01)
+    watch.cancel()
+    [line] = lines
+    assert "the quota on the disk at" in line
+    assert "is used up; the run waits for space" in line
+
+
+def test_an_input_error_is_no_full_disk_while_there_is_space(tmp_path: Path) -> None:
+    assert full_disk(tmp_path) == ""
+    assert not is_full(sqlite_error(sqlite3.SQLITE_IOERR_WRITE), tmp_path)
+
+
+def test_a_disk_that_takes_no_more_files_is_full(small_disk: Path) -> None:
+    remount = ["mount", "-o", "remount,nr_inodes=1", str(small_disk)]
+    if subprocess.run(remount, capture_output=True).returncode:
+        pytest.skip("the number of files cannot be limited here")
+    expected = f"the disk at {small_disk} is full: it takes no more files"
+    assert full_disk(small_disk) == expected
+
+
+def test_a_mark_of_delivery_waits_for_space_and_no_later_write_overtakes_it(
+    small_disk: Path,
+) -> None:
+    path = small_disk / "run.sqlite"
+    store = RunStoreWriter(path)
+    store.open_sessions([stored_session("a", b"hash-a", 1.0)]).result(60)
+    for name in ("1", "2"):
+        store.add_turn(turn(name), b"[]").result(60)
+    filling = fill(small_disk)
+    marks = [store.mark_delivered(name) for name in ("1", "2")]
+    with pytest.raises(DiskFullError):
+        store.set_reward("a", Reward(value=1.0)).result(60)
+    assert not any(mark.done() for mark in marks)
+    filling.unlink()
+    store.set_reward("a", Reward(value=1.0)).result(60)
+    assert all(mark.done() for mark in marks)
+    reader = RunStore(path)
+    assert [turn.delivered for turn in reader.turns("a")] == [True, True]
+    reader.close()
+    store.close()
+
+
+def test_marks_that_wait_are_written_when_the_store_closes(small_disk: Path) -> None:
+    path = small_disk / "run.sqlite"
+    store = RunStoreWriter(path)
+    store.open_sessions([stored_session("a", b"hash-a", 1.0)]).result(60)
+    store.add_turn(turn("1"), b"[]").result(60)
+    filling = fill(small_disk)
+    mark = store.mark_delivered("1")
+    assert not mark.done()
+    filling.unlink()
+    store.close()
+    assert mark.done()
