@@ -24,13 +24,14 @@ from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
 from invrl.host import disk_waits
 from invrl.host.disk import full_disk, is_full, write_atomically
-from invrl.host.disk_waits import DiskWait, until_written, watch_disk
+from invrl.host.disk_waits import DiskWait, until_written, watch_disks
 from invrl.host.incidents import incidents_shown
 from invrl.observe.sinks import token_recorder
 from invrl.observe.sinks.sinks import JsonlSink, RunObserver
 from invrl.observe.sinks.token_recorder import TokenRecorder
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.checkpoints.unsaved_weights import save_unsaved_weights
 from invrl.store.growing_file import GrowingFile
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_store import RunStore
@@ -262,6 +263,9 @@ class FullDiskTrainer(FolderTrainer):
     async def finish_checkpoint(self) -> FileEntries:
         return await self.save_checkpoint(self.in_flight["state"])
 
+    async def batches_trained(self) -> int:
+        return 2
+
 
 @pytest.mark.parametrize("beside_training", [False, True])
 async def test_a_checkpoint_that_finds_no_space_leaves_nothing_and_the_next_is_tried(
@@ -321,6 +325,34 @@ async def test_the_last_checkpoint_waits_for_space(
     assert latest is not None
     assert latest.buffer.read_bytes() == b"the buffer"
     assert lines[-1] == "warning: there is space again: the run goes on"
+
+
+async def test_an_interrupt_saves_although_the_save_before_it_found_no_space(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    trainer = FullDiskTrainer()
+    await checkpoints.save_beside_training(cast(Any, trainer), 1, b"the buffer")
+    while checkpoints._in_flight is None or not checkpoints._in_flight.done():
+        await asyncio.sleep(0.01)
+    trainer.is_full = False
+
+    async def take_snapshot(_step: int) -> bytes:
+        return b"the buffer"
+
+    notes: list[str] = []
+    await save_unsaved_weights(
+        cast(Any, trainer),
+        checkpoints,
+        first_step=0,
+        timeout_s=120.0,
+        note=notes.append,
+        take_snapshot=take_snapshot,
+    )
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 2
+    assert "a run resumes from step 2" in notes[-1]
 
 
 async def test_a_checkpoint_that_cannot_fit_is_not_begun(
@@ -443,7 +475,7 @@ async def test_a_used_up_quota_is_a_full_disk_and_has_its_line(
     assert "the quota on the disk at" in full_disk(tmp_path)
     assert is_full(sqlite_error(sqlite3.SQLITE_IOERR_WRITE), tmp_path)
     assert not is_full(sqlite_error(sqlite3.SQLITE_CORRUPT), tmp_path)
-    watch = asyncio.create_task(watch_disk(tmp_path))
+    watch = asyncio.create_task(watch_disks(tmp_path))
     async with asyncio.timeout(5):
         while not lines:
             await asyncio.sleep(0.01)
@@ -464,6 +496,15 @@ def test_a_disk_that_takes_no_more_files_is_full(small_disk: Path) -> None:
         pytest.skip("the number of files cannot be limited here")
     expected = f"the disk at {small_disk} is full: it takes no more files"
     assert full_disk(small_disk) == expected
+
+
+def test_a_read_only_disk_is_named(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert full_disk(small_disk) == f"the disk at {small_disk} is read-only"
+
+
+def test_a_folder_that_is_gone_is_not_full(tmp_path: Path) -> None:
+    assert full_disk(tmp_path / "gone") == ""
 
 
 def test_a_mark_of_delivery_waits_for_space_and_no_later_write_overtakes_it(
