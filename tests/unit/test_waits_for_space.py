@@ -400,11 +400,14 @@ async def test_ranks_live_on_if_all_of_them_end_a_call_on_a_full_disk() -> None:
     ranks = [Rank(), Rank()]
     calls = RankCalls(cast(Any, ranks), heartbeat_timeout_s=30.0)
 
-    async def fails(error: Exception) -> None:
+    async def fails(error: Exception, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         raise error
 
-    with pytest.raises(DiskFullError, match="found no space in save"):
-        await calls.wait("save", {0: fails(FULL), 1: fails(DiskFullError("full"))}, 9)
+    for first in (FULL, DiskFullError("full")):
+        later = fails(DiskFullError("full"), after_s=0.05)
+        with pytest.raises(DiskFullError, match="found no space in save"):
+            await calls.wait("save", {0: fails(first), 1: later}, 9)
     assert not any(rank.is_killed for rank in ranks)
     with pytest.raises(TrainError):
         await calls.wait("save", {0: fails(FULL), 1: fails(ValueError("no"))}, 9)
