@@ -422,7 +422,7 @@ def test_save_for_which_one_rank_finds_no_space_ends_on_all_and_the_next_succeed
     file: str,
     save: Callable[[Trainer, Path], None],
 ) -> None:
-    trainer = pool.build(model, ranks=2)
+    trainer = pool.build(model, layout=ParallelLayout(tensor=2))  # both write tensors
     trainer.train(BATCHES[0])
     folder = tmp_path / "full"
     trainer.part([rank]).each("lack_space", file)
