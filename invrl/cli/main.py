@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     hold_keys()
     bypass_proxies(*THIS_MACHINE)
+    if os.environ.get("RAY_ADDRESS") == "local":  # the run's own Ray, as without it
+        del os.environ["RAY_ADDRESS"]
     exit_code = exit_code_of(partial(_run, arguments))
     _tell_supervisor(exit_code)
     return exit_code

@@ -10,6 +10,7 @@ variables.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,21 +34,28 @@ WITHOUT_PROXIES = dict.fromkeys(
 names only, not for addresses."""
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 """Clients read one spelling or the other."""
+_NO_GRPC_PROXY = "no_grpc_proxy"
+"""gRPC reads this one instead, if it is set."""
 
 
 def bypass_proxies(*hosts: str) -> None:
     """Let this process, and what it starts from now on, reach `hosts` without a
     proxy."""
-    exempt = [
-        host for name in _NO_PROXY for host in os.environ.get(name, "").split(",")
-    ]
-    names = [host.strip() for host in (*exempt, *hosts)]
     # Clients disagree about which spelling counts if they differ, so both get all
     # hosts.
-    value = ",".join(dict.fromkeys(name for name in names if name))
+    exempt = ",".join(os.environ.get(name, "") for name in _NO_PROXY)
+    os.environ.update(dict.fromkeys(_NO_PROXY, _with_hosts(exempt, hosts)))
+    if _NO_GRPC_PROXY in os.environ:
+        exempt = os.environ[_NO_GRPC_PROXY]
+        os.environ[_NO_GRPC_PROXY] = _with_hosts(exempt, hosts)
+
+
+def _with_hosts(exempt: str, hosts: Iterable[str]) -> str:
+    """Add hosts to a comma-separated list."""
+    names = [host.strip() for host in (*exempt.split(","), *hosts)]
     if "*" in names:
-        value = "*"  # Python's clients accept it only alone
-    os.environ.update(dict.fromkeys(_NO_PROXY, value))
+        return "*"  # Python's clients accept it only alone
+    return ",".join(dict.fromkeys(name for name in names if name))
 
 
 def open_directly(request: Request | str, *, timeout_s: float) -> HTTPResponse:

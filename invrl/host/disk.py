@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import tempfile
 from pathlib import Path
 
 from invrl.errors import DiskFullError
@@ -42,12 +43,24 @@ def flush_tree(folder: Path) -> None:
 
 
 def full_disk(folder: Path) -> str:
-    """Describe which disk of `folder` is full and how much is free; "" if it is not
-    full."""
-    free = shutil.disk_usage(folder).free
-    if free >= FULL_BYTES:
-        return ""
-    return f"the disk at {_mount(folder)} is full: {free / 1e6:.1f} MB are free"
+    """Describe which disk of `folder` is full, or read-only; "" if it takes files.
+
+    A quota shows only in a write, so a file without a name is given the space.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < FULL_BYTES:
+            return f"the disk at {_mount(folder)} is full: {free / 1e6:.1f} MB are free"
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, FULL_BYTES)
+    except OSError as error:
+        if error.errno == errno.EDQUOT:
+            return f"the quota on the disk at {_mount(folder)} is used up"
+        if error.errno == errno.ENOSPC:
+            return f"the disk at {_mount(folder)} is full: it takes no more files"
+        if error.errno == errno.EROFS:
+            return f"the disk at {_mount(folder)} is read-only"
+    return ""
 
 
 def space_left(folder: Path) -> str:

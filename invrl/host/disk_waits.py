@@ -16,12 +16,15 @@ from typing import ParamSpec, TypeVar
 
 from invrl.host.disk import full_disk, is_full, space_left, write_atomically
 from invrl.host.incidents import incidents
+from invrl.host.temporary_folder import temporary_parents
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 _POLL_S = 1.0
 _REPEAT_S = 600.0
 """Seconds between two lines about one disk."""
+_WATCH_S = 5.0
+"""Time between two looks at a disk that nothing waits for."""
 
 
 @dataclass(slots=True)
@@ -107,14 +110,20 @@ async def write_patiently(path: Path, text: str) -> None:
     await written_in_thread(path.parent, path.name, write_atomically, path, text)
 
 
-async def watch_disk(folder: Path) -> None:
-    """Report when the run's disk is full, independently of writes. Never returns."""
-    wait = DiskWait(
-        folder, "calls of agents; other requests are answered with 503 meanwhile"
+async def watch_disks(run_folder: Path) -> None:
+    """Report when the run's disk, or one with temporary files, is full, independently
+    of writes. Never returns."""
+    of_folders = {
+        folder: DiskWait(folder, "temporary files of Ray, engines and user code")
+        for folder in temporary_parents()
+    }
+    of_folders[run_folder] = DiskWait(
+        run_folder, "calls of agents; other requests are answered with 503 meanwhile"
     )
     while True:
-        if full_disk(folder):
-            wait.goes_on()
-        else:
-            wait.ends()
-        await asyncio.sleep(_POLL_S)
+        for folder, wait in of_folders.items():
+            if await asyncio.to_thread(full_disk, folder):
+                wait.goes_on()
+            else:
+                wait.ends()
+        await asyncio.sleep(_WATCH_S)

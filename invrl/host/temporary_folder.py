@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from invrl.host.disk import full_disk
+
 _NAME = re.compile(r"invrl-[a-z]+-[0-9]+-[a-z0-9_]{8}")
 _SHORT = Path("/tmp")
 _LONGEST_PARENT = 24
@@ -80,11 +82,17 @@ class TemporaryFolder:
 
 
 def short_folder() -> Path:
-    """Return /tmp if it can be written, for sockets whose path would be too long in
-    TMPDIR."""
-    if os.access(_SHORT, os.W_OK):
+    """Return /tmp if it can be written and is not full, for sockets whose path would be
+    too long in TMPDIR. Raises FileNotFoundError if no folder can be written."""
+    if os.access(_SHORT, os.W_OK) and not full_disk(_SHORT):
         return _SHORT
     return Path(tempfile.gettempdir())
+
+
+def temporary_parents() -> set[Path]:
+    """Return the folders that temporary folders are made in. Raises FileNotFoundError
+    if none can be written."""
+    return {short_folder(), _short_parent()}
 
 
 def remove_abandoned() -> None:
@@ -105,7 +113,7 @@ def _short_parent() -> Path:
 
 def _folders() -> Iterator[Path]:
     """Yield this user's temporary folders, of living and dead owners."""
-    for parent in {short_folder(), _short_parent(), Path(tempfile.gettempdir())}:
+    for parent in {_SHORT, Path(tempfile.gettempdir())}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(parent):
                 is_ours = _NAME.fullmatch(entry.name) and entry.is_dir(

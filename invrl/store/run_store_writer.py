@@ -75,6 +75,9 @@ class _Work:
 
     statements: tuple[_Statement, ...]
     done: Future[None]
+    waits: bool
+    """Whether the work waits for the next commit if the disk is full. Otherwise its
+    caller gets a DiskFullError."""
 
 
 class _Command(Enum):
@@ -98,6 +101,8 @@ class RunStoreWriter:
     ) -> None:
         self._folder = path.parent
         self._told_full = False
+        self._waiting: list[_Work] = []
+        """Work that waits for space. Each transaction begins with it."""
         self._busy_timeout_s = busy_timeout_s(heartbeat_timeout_s)
         self._db = connect(path)
         self._patient = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
@@ -199,11 +204,14 @@ class RunStoreWriter:
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
+        """Mark the turn's answer as sent to the client, who does not send it again: on
+        a full disk the mark waits, and no later write becomes durable before it."""
         return self._submit(
             [
                 ("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,)),
                 (ADD_CHECKSUM, (delivered_item(turn_id), b"")),
-            ]
+            ],
+            waits=True,
         )
 
     def set_reward(self, session_id: str, reward: Reward) -> Future[None]:
@@ -286,10 +294,12 @@ class RunStoreWriter:
         self._thread.join(deadline_s)
         self._db.close()
 
-    def _submit(self, statements: Iterable[_Statement]) -> Future[None]:
+    def _submit(
+        self, statements: Iterable[_Statement], *, waits: bool = False
+    ) -> Future[None]:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # a caller that is cancelled does not take its commit back
-        work = _Work(tuple(statements), done)
+        work = _Work(tuple(statements), done, waits)
         is_thread_busy = self._num_queued > self._num_processed
         if is_thread_busy or not self._commit(self._db, [work]):
             self._num_queued += 1
@@ -310,6 +320,8 @@ class RunStoreWriter:
                 self._num_processed += len(batch)
             if command is _Command.CHECKPOINT:
                 self._checkpoint()
+        if self._waiting:
+            self._commit(self._patient, [])
         self._patient.close()
 
     def _next_batch(self) -> tuple[list[_Work], _Command | None]:
@@ -326,12 +338,13 @@ class RunStoreWriter:
         return batch, item
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Work]) -> bool:
-        """Commit all of `batch` in one transaction. If that fails, commit the works one
-        by one, so that only the faulty one fails. Returns False if another process
-        holds the database for longer than `db` waits."""
+        """Commit the waiting work and all of `batch` in one transaction. If that fails,
+        commit the works of the batch one by one, so that only the faulty one fails.
+        Returns False if another process holds the database for longer than `db`
+        waits."""
         try:
             db.execute("BEGIN IMMEDIATE")
-            for work in batch:
+            for work in (*self._waiting, *batch):
                 for sql, values in work.statements:
                     db.execute(sql, values)
             db.execute("COMMIT")
@@ -343,19 +356,27 @@ class RunStoreWriter:
             if db is self._db and _is_busy(error):
                 return False
             if len(batch) == 1:
-                if is_full(error, self._folder):
-                    error = self._disk_full()
-                # The traceback holds this frame, the frame the future, and the future
-                # would hold the error.
-                batch[0].done.set_exception(error.with_traceback(None))
+                self._fail(batch[0], error)
             else:
                 for work in batch:
                     self._commit(db, [work])
             return True
         self._told_full = False
-        for work in batch:
+        for work in (*self._waiting, *batch):
             work.done.set_result(None)
+        self._waiting.clear()
         return True
+
+    def _fail(self, work: _Work, error: Exception) -> None:
+        """Give the caller the error, or let the work wait for space."""
+        if is_full(error, self._folder):
+            error = self._disk_full()
+            if work.waits:
+                self._waiting.append(work)
+                return
+        # The traceback holds the frame of the commit, the frame the future, and the
+        # future would hold the error.
+        work.done.set_exception(error.with_traceback(None))
 
     def _disk_full(self) -> DiskFullError:
         """Return the error for callers that wait for a commit. It is logged once until

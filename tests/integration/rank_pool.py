@@ -13,8 +13,10 @@ otherwise.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import importlib
+import io
 import os
 import resource
 import shutil
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -303,6 +305,7 @@ class RankProcess:
         self._critic_parts: Any = None
         self._rank: Any = None
         self._listener: Any = None
+        self._open = io.open
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
         """By Hugging Face name, on the first rank of each replica; empty on the
@@ -629,6 +632,17 @@ class RankProcess:
 
     def save(self, path: str) -> FileEntries:
         return self._rank.save_checkpoint(path)
+
+    def lack_space(self, name: str) -> None:
+        """From now on this rank finds no space for files whose names begin so; for ""
+        it finds space again."""
+
+        def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            if name and "w" in mode and Path(file).name.startswith(name):
+                file = "/dev/full"
+            return self._open(file, mode, *args, **options)
+
+        io.open = builtins.open = cast(Any, opened)
 
     def write_imaged(
         self, given: tuple[str, str, str, str, Sequence[int]]

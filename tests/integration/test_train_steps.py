@@ -4,6 +4,7 @@ weights are right."""
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.errors import TrainError
+from invrl.errors import DiskFullError, TrainError
 from invrl.store.manifest import read_entries, write_manifest
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
@@ -387,6 +389,70 @@ def test_save_refuses_a_folder_that_is_not_empty_and_load_a_missing_folder(
         trainer.each("save", str(tmp_path))
     with pytest.raises(TrainError, match="no checkpoint"):
         trainer.each("load", str(tmp_path / "none"))
+
+
+def save_copied(trainer: Trainer, folder: Path) -> None:
+    trainer.each("copy", ("", str(folder)))
+    trainer.each("write_state")
+
+
+def save_at_once(trainer: Trainer, folder: Path) -> None:
+    trainer.each("save", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("rank", "file"),
+    first_quick(
+        [
+            (1, "rank-1.pt"),
+            (0, "common.pt"),
+            (0, "__0_0.distcp"),
+            (1, "__1_0.distcp"),
+            (0, ".metadata"),
+            (0, "metadata.json"),
+        ]
+    ),
+)
+@pytest.mark.parametrize("save", [save_at_once, save_copied])
+def test_save_for_which_one_rank_finds_no_space_ends_on_all_and_the_next_succeeds(
+    pool: RankPool,
+    model: Path,
+    tmp_path: Path,
+    rank: int,
+    file: str,
+    save: Callable[[Trainer, Path], None],
+) -> None:
+    trainer = pool.build(model, layout=ParallelLayout(tensor=2))  # both write tensors
+    trainer.train(BATCHES[0])
+    folder = tmp_path / "full"
+    trainer.part([rank]).each("lack_space", file)
+    reason = f"rank {rank} could not write to {folder}: .*No space left on device"
+    with pytest.raises(DiskFullError, match=reason):
+        save(trainer, folder)
+    trainer.part([rank]).each("lack_space", "")
+    trainer.each("save", str(tmp_path / "saved"))
+    weights = trainer.weights()
+    trainer.train(BATCHES[1])
+    trainer.each("load", str(tmp_path / "saved"))
+    loaded = trainer.weights()
+    assert all(np.array_equal(loaded[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_model_for_which_there_is_no_space_keeps_no_rank_waiting(
+    pool: RankPool, model: Path, tmp_path: Path, file: str
+) -> None:
+    """The rank that writes receives the weights of the other also if it cannot write
+    them."""
+    trainer = pool.build(model, layout=ParallelLayout(tensor=2))
+    trainer.each("bucket_bytes", 100_000)
+    trainer.part([0]).each("lack_space", file)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.each("export", str(tmp_path / "full"))
+    assert not (tmp_path / "full").exists()
+    trainer.part([0]).each("lack_space", "")
+    trainer.each("export", str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_steps_too_small_for_bfloat16_accumulate(pool: RankPool, model: Path) -> None:

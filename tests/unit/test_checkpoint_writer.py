@@ -23,8 +23,8 @@ class Planner:
         return io.BytesIO(b"state")
 
 
-def write(folder: Path) -> tuple[list[str], Any]:
-    """What was gathered, and the results, or the failure, of a rank with one item."""
+def write(folder: Path) -> tuple[list[str], _Writer]:
+    """What was gathered, and the writer of a rank with one item."""
     gathered: list[str] = []
 
     def gather() -> torch.Tensor | None:
@@ -41,22 +41,24 @@ def write(folder: Path) -> tuple[list[str], Any]:
     )
     work, *_ = writer.get_save_function_and_args()
     work()
-    return gathered, writer.retrieve_write_results()
+    return gathered, writer
 
 
 def test_local_tensors_are_written_before_gathered_tensors(tmp_path: Path) -> None:
-    gathered, results = write(tmp_path)
+    gathered, writer = write(tmp_path)
     assert gathered == ["here"]
-    assert [result.size_in_bytes for result in results] == [5]
+    assert writer.failure is None
+    sizes = [result.size_in_bytes for result in writer.retrieve_write_results()]
+    assert sizes == [5]
     assert (tmp_path / "__0_0.distcp").read_bytes() == b"state"
 
 
 def test_file_that_cannot_be_created_is_reported_as_this_ranks_error(
     tmp_path: Path,
 ) -> None:
-    gathered, (error, _) = write(tmp_path / "missing")
+    gathered, writer = write(tmp_path / "missing")
     assert gathered == ["here"]
-    assert isinstance(error, FileNotFoundError)
+    assert isinstance(writer.failure, FileNotFoundError)
 
 
 @pytest.mark.skipif(
@@ -64,6 +66,7 @@ def test_file_that_cannot_be_created_is_reported_as_this_ranks_error(
 )
 def test_disk_full_on_closing_is_reported_as_this_ranks_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
-    gathered, (error, _) = write(tmp_path)
+    gathered, writer = write(tmp_path)
     assert gathered == ["here"]
-    assert error.errno == errno.ENOSPC
+    assert isinstance(writer.failure, OSError)
+    assert writer.failure.errno == errno.ENOSPC

@@ -98,6 +98,17 @@ def test_version_option_prints_the_package_version(
     assert importlib.metadata.version("invrl") == invrl.__version__
 
 
+def test_a_local_ray_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For Ray, the address `local` means a new Ray, without what a run's own has: its
+    token, its folder, its priority."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    cli.main(["--version"])
+    assert "RAY_ADDRESS" not in os.environ
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    cli.main(["--version"])
+    assert os.environ["RAY_ADDRESS"] == "127.0.0.1:6379"
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["view", "--help"], ["train", "--help"]]
 )

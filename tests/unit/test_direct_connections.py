@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import grpc
 import httpx
 import pytest
 
@@ -86,6 +88,25 @@ def test_the_user_s_proxy_and_exceptions_stay(
     for name in ("no_proxy", "NO_PROXY"):
         assert os.environ[name] == "example.org,10.0.0.7,example.com,127.0.0.1"
     assert {os.environ[name] for name in PROXY_VARIABLES} == {DEAD_PROXY}
+
+
+def test_grpc_reaches_this_machine_also_with_a_list_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    name = "no_grpc_proxy"
+    bypass_proxies("127.0.0.1")
+    assert name not in os.environ, "it would hide the others' list"
+    monkeypatch.setenv(name, "example.org")
+    for _ in range(2):
+        bypass_proxies("127.0.0.1", "10.0.0.7")
+    assert os.environ.get(name) == "example.org,127.0.0.1,10.0.0.7"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        channel = grpc.insecure_channel(f"127.0.0.1:{server.getsockname()[1]}")
+        grpc.channel_ready_future(channel)  # begins to connect
+        connection, _ = server.accept()
+        connection.close()
+        channel.close()
 
 
 def test_an_exception_for_every_host_stays_one(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -862,6 +863,26 @@ def test_a_run_without_a_trainer_is_refused_on_a_full_disk(
     check_before_start(command, config, plot.machine)
     plot.patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**6))
     with pytest.raises(ConfigError, match=r"is full: 1\.0 MB are free.*16 MB there"):
+        check_before_start(command, config, plot.machine)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "serve", "engine"])
+def test_a_command_is_refused_where_temporary_files_find_no_space(
+    plot: Plot, command: str
+) -> None:
+    config = resolve(*parse_flags(plot.arguments))
+    temporary = plot.here / "temporary"
+    temporary.mkdir()
+    plot.patch.setattr(machine_checks, "temporary_parents", lambda: {temporary})
+    check_before_start(command, config, plot.machine)
+    usage = shutil.disk_usage(plot.here)
+
+    def disk_usage(folder: Path) -> Any:
+        return usage._replace(free=10**6 if folder == temporary else usage.free)
+
+    plot.patch.setattr(shutil, "disk_usage", disk_usage)
+    reason = rf"TMPDIR.*{temporary}.*is full: 1\.0 MB are free.*16 MB there"
+    with pytest.raises(ConfigError, match=reason):
         check_before_start(command, config, plot.machine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,8 +99,12 @@ def sampled(rollout: RolloutSummary, token: int) -> TrainSample:
     )
 
 
-async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
-    """Two replies to each task in the first step, one in the others."""
+@pytest.mark.parametrize("resumed_at", [0, 4, 5])
+async def test_a_collapse_is_told_once_and_its_consequences_no_more(
+    resumed_at: int,
+) -> None:
+    """Two replies to each task in the first step, one in the others. A resumed run
+    tells it again, whatever came before the resume."""
     observer = Notes()
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
@@ -122,14 +127,27 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
         buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner
     )
     await run_loop(parts, done=0, num_steps=6)
+    if resumed_at:
+        rows = [{"step": step, **row} for step, row in observer.rows.items()]
+        observer = Notes()
+        learner = replace(learner, trainer=FixedSteps([0] * 6))
+        parts = replace(
+            parts,
+            observer=observer,
+            learner=learner,
+            earlier_rows=rows[:resumed_at],
+        )
+        await run_loop(parts, done=resumed_at, num_steps=6)
+    told = max(4, resumed_at + 1)
     notes = [
         note.partition(":")[0]
         for note in observer.notes
         if "no weight was changed" in note
     ]
-    assert notes == ["step 2", "step 3", "step 4"]
+    first = resumed_at + 1 if resumed_at else 2
+    assert notes == [f"step {step}" for step in range(first, told + 1)]
     [collapsed] = [note for note in observer.notes if "collapsed" in note]
-    assert collapsed.startswith("step 4: the policy has collapsed: since step 2")
+    assert collapsed.startswith(f"step {told}: the policy has collapsed: since step 2")
     assert observer.notes[-1] == collapsed
 
 

@@ -142,26 +142,34 @@ sys.exit(1)"""
 
 FULL_DISK = """
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 def disk_usage(folder):
-    return SimpleNamespace(free=10**9 if (Path(folder) / "space").exists() else 1_300_000)
+    is_of_run = str(folder) == sys.argv[1]
+    is_full = is_of_run and not Path(sys.argv[1], "space").exists()
+    return SimpleNamespace(free=1_300_000 if is_full else 10**9)
 shutil.disk_usage = disk_usage
 """
+FULL_TEMPORARY_DISK = FULL_DISK.replace("is_of_run and", "not is_of_run and")
 
 
+@pytest.mark.parametrize(
+    ("before", "place"),
+    [(FULL_DISK, "the run folder"), (FULL_TEMPORARY_DISK, "temporary files")],
+)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_on_a_full_disk_the_next_incarnation_waits_for_space(
-    start: Start, tmp_path: Path, interrupted: bool
+    start: Start, tmp_path: Path, interrupted: bool, before: str, place: str
 ) -> None:
     body = """
 if number <= 2:
     lifeline.tell(NoteKind.REPORTED)
     sys.exit(1)
 say(number)"""
-    process = start(body, restarts=1, before=FULL_DISK)
+    process = start(body, restarts=1, before=before)
     assert process.stderr is not None
-    assert " is full: 1.3 MB are free, of the run folder" in process.stderr.readline()
+    assert f" is full: 1.3 MB are free, of {place}" in process.stderr.readline()
     assert "waiting for space" in process.stderr.readline()
     if interrupted:
         process.send_signal(signal.SIGTERM)

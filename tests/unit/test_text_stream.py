@@ -2,6 +2,7 @@
 are the whole text."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invrl.engines.sglang_answers import events_of
-from invrl.gateway.rendering.text_stream import TextStream
+from invrl.gateway.rendering.text_stream import TextStream, partial_mark_length
 
 Decode = Callable[[Sequence[int]], str]
 CHINESE = "漢字仮名交じり文".encode() * 500
@@ -111,6 +112,23 @@ def test_any_bytes_are_shown_as_the_whole_text_has_them(data: list[bytes]):
     pieces = [stream.push([token]) for token in ids]
     pieces.append(stream.finish())
     assert "".join(pieces) == of_bytes(ids)
+
+
+@given(text=st.text("ab", max_size=12), mark=st.text("ab", min_size=1, max_size=8))
+def test_the_longest_beginning_of_a_stop_string_is_held_back(text: str, mark: str):
+    begins = [mark[:length] for length in range(len(mark))]
+    expected = max(len(begin) for begin in begins if text.endswith(begin))
+    assert partial_mark_length(text, ["x", mark]) == expected
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text():
+    """With work for each of its beginnings, a token of this one took a minute."""
+    stream = TextStream(of_bytes, ["a" * 1_000_000 + "b"])
+    began = time.process_time()
+    pieces = [stream.push(b"ca") for _ in range(50)]
+    assert pieces == ["c", *["ac"] * 49]
+    assert stream.finish() == "a"
+    assert time.process_time() - began < 10
 
 
 async def test_others_get_their_turn_between_the_events_of_one_read():

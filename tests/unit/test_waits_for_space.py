@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,26 +18,29 @@ import numpy as np
 import pytest
 from folder_trainer import FolderTrainer, names
 from small_buffer import started_on_held_ledger
-from stored_rollouts import finish_lease
+from stored_rollouts import finish_lease, stored_session, turn
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
 from invrl.host import disk_waits
-from invrl.host.disk import is_full, write_atomically
-from invrl.host.disk_waits import DiskWait, until_written
+from invrl.host.disk import full_disk, is_full, write_atomically
+from invrl.host.disk_waits import DiskWait, until_written, watch_disks
 from invrl.host.incidents import incidents_shown
 from invrl.observe.sinks import token_recorder
 from invrl.observe.sinks.sinks import JsonlSink, RunObserver
 from invrl.observe.sinks.token_recorder import TokenRecorder
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.checkpoints.unsaved_weights import save_unsaved_weights
 from invrl.store.growing_file import GrowingFile
 from invrl.store.metrics_file import read_metrics
+from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.timeline_file import Span, TimelineWriter, read_timeline
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens
 from invrl.train.ranks.rank_calls import RankCalls
 from invrl.types.file_entry import FileEntries
+from invrl.types.sessions import Reward
 from invrl.types.weights import WeightVersion
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -259,6 +263,9 @@ class FullDiskTrainer(FolderTrainer):
     async def finish_checkpoint(self) -> FileEntries:
         return await self.save_checkpoint(self.in_flight["state"])
 
+    async def batches_trained(self) -> int:
+        return 2
+
 
 @pytest.mark.parametrize("beside_training", [False, True])
 async def test_a_checkpoint_that_finds_no_space_leaves_nothing_and_the_next_is_tried(
@@ -309,8 +316,11 @@ async def test_the_last_checkpoint_waits_for_space(
     )
     await saves.save(4, b"the buffer")
     finishing = asyncio.create_task(saves.finish())
-    done, _ = await asyncio.wait([finishing], timeout=0.3)
-    assert not done
+    async with asyncio.timeout(60):
+        while not lines:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not finishing.done()
     assert sum("the checkpoint of step 4" in line for line in lines) == 1
     trainer.is_full = False
     await finishing
@@ -318,6 +328,34 @@ async def test_the_last_checkpoint_waits_for_space(
     assert latest is not None
     assert latest.buffer.read_bytes() == b"the buffer"
     assert lines[-1] == "warning: there is space again: the run goes on"
+
+
+async def test_an_interrupt_saves_although_the_save_before_it_found_no_space(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    trainer = FullDiskTrainer()
+    await checkpoints.save_beside_training(cast(Any, trainer), 1, b"the buffer")
+    while checkpoints._in_flight is None or not checkpoints._in_flight.done():
+        await asyncio.sleep(0.01)
+    trainer.is_full = False
+
+    async def take_snapshot(_step: int) -> bytes:
+        return b"the buffer"
+
+    notes: list[str] = []
+    await save_unsaved_weights(
+        cast(Any, trainer),
+        checkpoints,
+        first_step=0,
+        timeout_s=120.0,
+        note=notes.append,
+        take_snapshot=take_snapshot,
+    )
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 2
+    assert "a run resumes from step 2" in notes[-1]
 
 
 async def test_a_checkpoint_that_cannot_fit_is_not_begun(
@@ -365,11 +403,14 @@ async def test_ranks_live_on_if_all_of_them_end_a_call_on_a_full_disk() -> None:
     ranks = [Rank(), Rank()]
     calls = RankCalls(cast(Any, ranks), heartbeat_timeout_s=30.0)
 
-    async def fails(error: Exception) -> None:
+    async def fails(error: Exception, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         raise error
 
-    with pytest.raises(DiskFullError, match="found no space in save"):
-        await calls.wait("save", {0: fails(FULL), 1: fails(DiskFullError("full"))}, 9)
+    for first in (FULL, DiskFullError("full")):
+        later = fails(DiskFullError("full"), after_s=0.05)
+        with pytest.raises(DiskFullError, match="found no space in save"):
+            await calls.wait("save", {0: fails(first), 1: later}, 9)
     assert not any(rank.is_killed for rank in ranks)
     with pytest.raises(TrainError):
         await calls.wait("save", {0: fails(FULL), 1: fails(ValueError("no"))}, 9)
@@ -413,3 +454,95 @@ def test_a_full_disk_is_known_by_its_error_or_the_cause_of_it(number: int) -> No
     error.__cause__ = OSError(number, "full")
     assert is_full(error)
     assert not is_full(OSError(errno.EIO, "broken"))
+
+
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    """What SQLite raises under this extended error code."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.fixture
+def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota that lets a file be created, but not grow; the disk has space."""
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@pytest.mark.usefixtures("used_up_quota")
+async def test_a_used_up_quota_is_a_full_disk_and_has_its_line(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    """SQLite reports a quota as it does a broken disk."""
+    assert "the quota on the disk at" in full_disk(tmp_path)
+    assert is_full(sqlite_error(sqlite3.SQLITE_IOERR_WRITE), tmp_path)
+    assert not is_full(sqlite_error(sqlite3.SQLITE_CORRUPT), tmp_path)
+    watch = asyncio.create_task(watch_disks(tmp_path))
+    async with asyncio.timeout(5):
+        while not lines:
+            await asyncio.sleep(0.01)
+    watch.cancel()
+    [line] = lines
+    assert "the quota on the disk at" in line
+    assert "is used up; the run waits for space" in line
+
+
+def test_an_input_error_is_no_full_disk_while_there_is_space(tmp_path: Path) -> None:
+    assert full_disk(tmp_path) == ""
+    assert not is_full(sqlite_error(sqlite3.SQLITE_IOERR_WRITE), tmp_path)
+
+
+def test_a_disk_that_takes_no_more_files_is_full(small_disk: Path) -> None:
+    remount = ["mount", "-o", "remount,nr_inodes=1", str(small_disk)]
+    if subprocess.run(remount, capture_output=True).returncode:
+        pytest.skip("the number of files cannot be limited here")
+    expected = f"the disk at {small_disk} is full: it takes no more files"
+    assert full_disk(small_disk) == expected
+
+
+def test_a_read_only_disk_is_named(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert full_disk(small_disk) == f"the disk at {small_disk} is read-only"
+
+
+def test_a_folder_that_is_gone_is_not_full(tmp_path: Path) -> None:
+    assert full_disk(tmp_path / "gone") == ""
+
+
+def test_a_mark_of_delivery_waits_for_space_and_no_later_write_overtakes_it(
+    small_disk: Path,
+) -> None:
+    path = small_disk / "run.sqlite"
+    store = RunStoreWriter(path)
+    store.open_sessions([stored_session("a", b"hash-a", 1.0)]).result(60)
+    for name in ("1", "2"):
+        store.add_turn(turn(name), b"[]").result(60)
+    filling = fill(small_disk)
+    marks = [store.mark_delivered(name) for name in ("1", "2")]
+    with pytest.raises(DiskFullError):
+        store.set_reward("a", Reward(value=1.0)).result(60)
+    assert not any(mark.done() for mark in marks)
+    filling.unlink()
+    store.set_reward("a", Reward(value=1.0)).result(60)
+    assert all(mark.done() for mark in marks)
+    reader = RunStore(path)
+    assert [turn.delivered for turn in reader.turns("a")] == [True, True]
+    reader.close()
+    store.close()
+
+
+def test_marks_that_wait_are_written_when_the_store_closes(small_disk: Path) -> None:
+    path = small_disk / "run.sqlite"
+    store = RunStoreWriter(path)
+    store.open_sessions([stored_session("a", b"hash-a", 1.0)]).result(60)
+    store.add_turn(turn("1"), b"[]").result(60)
+    filling = fill(small_disk)
+    mark = store.mark_delivered("1")
+    assert not mark.done()
+    filling.unlink()
+    store.close()
+    assert mark.done()

@@ -217,6 +217,7 @@ CHECKS = (
     _of_machine("memory", machine_checks.check_memory, TRAIN),
     _of_machine("disk", machine_checks.check_disk, TRAIN),
     _of_machine("disk", machine_checks.check_disk_of_store, STORING),
+    _of_machine("temporary files", machine_checks.check_temporary_files, ENGINES),
     Check(
         name="weight folder's disk",
         look=machine_checks.check_weight_disk,

@@ -24,6 +24,7 @@ from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
 from invrl.host.disk import FULL_BYTES, full_disk, space_left
+from invrl.host.temporary_folder import temporary_parents
 from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
@@ -387,6 +388,24 @@ def check_disk_of_store(config: Config, machine: Machine) -> str:
             "run.run_root", full, reason, "free some, or give another --run-root"
         )
     return space_left(root)
+
+
+def check_temporary_files(config: Config, machine: Machine) -> str:
+    """Check the folders in which Ray, engines and user code keep temporary files."""
+    fix = "free some, or set TMPDIR to a folder with space (of at most 12 characters, for Ray's sockets)"
+    try:
+        parents = sorted(temporary_parents())
+    except FileNotFoundError as error:
+        value = os.environ.get("TMPDIR", "absent")
+        raise ConfigError("TMPDIR", value, str(error), fix) from error
+    for parent in parents:
+        full = full_disk(parent)
+        if full:
+            reason = (
+                f"{full}; temporary files need {FULL_BYTES / 1e6:.0f} MB there at least"
+            )
+            raise ConfigError("TMPDIR", str(parent), reason, fix)
+    return ", ".join(space_left(parent) for parent in parents)
 
 
 def check_weight_disk(config: Config, machine: Machine) -> str:

@@ -22,7 +22,7 @@ from invrl.cli.next_commands import print_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
 from invrl.engines import smg
 from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk, write_patiently
+from invrl.host.disk_waits import watch_disks, write_patiently
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.wait_lines import tell_waits
@@ -92,7 +92,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         stack.enter_context(incidents_shown(note))
-        await stack.enter_async_context(in_background(watch_disk(folder.path)))
+        await stack.enter_async_context(in_background(watch_disks(folder.path)))
         serving = await stack.enter_async_context(start_serving(config, folder))
         starting = PartsStarting()
         with tell_waits(starting.awaited):

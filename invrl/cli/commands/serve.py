@@ -12,7 +12,7 @@ from invrl.cli.run_process import checked_configuration, failure_reported, log_t
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
 from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk
+from invrl.host.disk_waits import watch_disks
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.temporary_folder import remove_abandoned
@@ -60,7 +60,7 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
         stack.enter_context(
             incidents_shown(lambda line: print(for_stdout(line), flush=True))
         )
-        await stack.enter_async_context(in_background(watch_disk(folder.path)))
+        await stack.enter_async_context(in_background(watch_disks(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(
             start_serving(with_long_answers(config), folder)

@@ -103,10 +103,13 @@ class TextStream:
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
     """Count the characters at the end of `text` that may become one of the marks once
-    more text comes."""
+    more text comes. The work is bounded by the text: a client's stop string may be a
+    megabyte."""
     longest = 0
     for mark in marks:
-        for length in range(1, len(mark)):
-            if length > longest and text.endswith(mark[:length]):
-                longest = length
+        begin = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+        while 0 <= begin < len(text) - longest:
+            if mark.startswith(text[begin:]):
+                longest = len(text) - begin
+            begin = text.find(mark[:1], begin + 1)
     return longest

@@ -391,15 +391,16 @@ class Lifecycle:
     async def _await_reward(
         self, record: SessionRecord, now: float, deadline_s: float
     ) -> None:
-        """Let a finished session wait for its reward. Does nothing if it waits
-        already."""
-        if record.state != "open":
-            return
-        deadline = RewardDeadline(
-            lived_s=now + deadline_s,
-            unix_s=time.time() + deadline_s,
-        )
-        self.registry.wait(record, deadline)
+        """Let a finished session wait for its reward. One that waits already keeps its
+        deadline, which is stored again: the disk may have been full before."""
+        if record.reward_deadline is None:
+            deadline = RewardDeadline(
+                lived_s=now + deadline_s,
+                unix_s=time.time() + deadline_s,
+            )
+            self.registry.wait(record, deadline)
+        else:
+            deadline = record.reward_deadline
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
 
 

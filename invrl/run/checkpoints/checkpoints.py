@@ -297,10 +297,17 @@ class Checkpoints:
         snapshot: bytes | None,
     ) -> None:
         """Await the trainer's writing, and publish it. The model comes first, as in
-        `save`."""
-        written = await trainer.model_written()
+        `save`. If its disk is full, return once nothing is being written any more."""
         model = self._model_path(filling.step)
-        await _in_thread(self._publish_model, unfinished, model, filling.step, written)
+        try:
+            written = await trainer.model_written()
+            await _in_thread(
+                self._publish_model, unfinished, model, filling.step, written
+            )
+        except Exception as error:
+            if is_full(error):
+                await trainer.checkpoint_written()
+            raise
         await trainer.checkpoint_written()
         state = await trainer.finish_checkpoint()
         await self._complete(filling, model, state, snapshot)

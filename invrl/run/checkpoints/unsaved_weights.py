@@ -53,7 +53,7 @@ async def save_unsaved_weights(
     are saved."""
     try:
         async with asyncio.timeout(timeout_s):
-            await checkpoints.wait_until_saved()
+            await _wait_for_earlier_save(checkpoints)
             step = first_step + await trainer.batches_trained()
             if step == first_step:
                 return
@@ -71,6 +71,16 @@ async def save_unsaved_weights(
     if checkpoints.saved_step is not None:
         keep_model(checkpoints.model_of(checkpoints.saved_step))
         note(_describe_weights(checkpoints, checkpoints.saved_step))
+
+
+async def _wait_for_earlier_save(checkpoints: Checkpoints) -> None:
+    """Wait for a save that runs alongside training. If that has found no space, the
+    next one may."""
+    try:
+        await checkpoints.wait_until_saved()
+    except Exception as error:
+        if not is_full(error):
+            raise
 
 
 async def _save_checkpoint(

@@ -27,7 +27,7 @@ from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk_waits import (
     until_written,
-    watch_disk,
+    watch_disks,
     write_patiently,
     written_in_thread,
 )
@@ -219,7 +219,7 @@ class _TrainingRun:
         self.awaited.questions["starting"] = starting.text
         async with (
             in_background(self.awaited.report()),
-            in_background(watch_disk(self.folder.path)),
+            in_background(watch_disks(self.folder.path)),
             start_cluster(
                 self.config, self.folder, self.start.read_snapshot(), starting
             ) as cluster,
@@ -394,6 +394,7 @@ class _TrainingRun:
             evaluate=evaluate,
             show_samples=self._show_samples,
             trace=trace,
+            earlier_rows=read_metrics(self.folder.metrics_path),
             record=TokenRecorder(
                 self.folder.trained_tokens_path, done=self.start.step
             ).record,

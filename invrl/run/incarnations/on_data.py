@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk, write_patiently, written_in_thread
+from invrl.host.disk_waits import watch_disks, write_patiently, written_in_thread
 from invrl.observe.sinks.phases import observed_phase, report_span
 from invrl.observe.sinks.sinks import RunObserver
 from invrl.rollout.dispatcher import first_to_fail
@@ -71,7 +71,7 @@ async def train_on_data(
     awaited.questions["starting"] = starting.text
     async with (
         in_background(awaited.report()),
-        in_background(watch_disk(folder.path)),
+        in_background(watch_disks(folder.path)),
         start_trainer(config, folder, starting) as trainer,
     ):
         awaited.questions["train"] = trainer.place_text

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
-from invrl.observe.metrics.collapse import COLLAPSE_METRICS, collapse
+from invrl.observe.metrics.collapse import COLLAPSE_METRICS, Row, collapse
 from invrl.observe.metrics.step_metrics import (
     CHECKPOINT_PHASE,
     reply_metrics,
@@ -99,6 +99,8 @@ class Parts:
     show_samples: ShowSamples | None = None
     record: Record | None = None
     trace: Trace | None = None
+    earlier_rows: Sequence[Row] = ()
+    """Metrics of the steps before a resume: the policy may have collapsed in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ async def run_loop(
     if parts.learner is not None:
         parts.learner.schedule.begin()
     saved_step = done
-    rows: list[Mapping[str, float]] = []
+    rows = list(parts.earlier_rows)
     has_collapsed = False
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)

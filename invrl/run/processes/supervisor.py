@@ -35,7 +35,7 @@ from invrl.host.fork_parent import EarlyParent
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
 from invrl.host.lived_time import Stopwatch
 from invrl.host.ray_setup import remove_ray_folder
-from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.temporary_folder import remove_abandoned, temporary_parents
 from invrl.host.traces import traces_endpoint
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.processes.driver_commands import (
@@ -198,12 +198,13 @@ class Supervisor:
                 if cause:
                     log = self._folder.log_path("driver")
                     _print_error(f"the run failed: {cause}\n  log: {log}")
-                full = full_disk(self._folder.path)
+                full = self._full_disk()
                 if full:
-                    _print_error(f"{full}, of the run folder {self._folder.path}")
+                    _print_error(full)
                 if step_after != step_before:
                     restarts = 0
-                restarts += 1
+                if not full or not self._max_restarts:
+                    restarts += 1
                 if (
                     self._interrupted
                     or end.has_note(NoteKind.FINAL)
@@ -211,7 +212,6 @@ class Supervisor:
                 ):
                     return FAILURE_EXIT
                 if full:
-                    restarts -= 1
                     self._wait_for_space()
                     continue
                 self._wait_for_interrupt(
@@ -260,10 +260,22 @@ class Supervisor:
         return self._interrupted
 
     def _wait_for_space(self) -> None:
-        """Wait until the run folder's disk has space again, or for an interrupt."""
+        """Wait until the disks of the run have space again, or for an interrupt."""
         _print_error("waiting for space, then the run goes on (this is no restart)")
-        while full_disk(self._folder.path) and not self._interrupted:
+        while self._full_disk() and not self._interrupted:
             self._wait_for_interrupt(_SPACE_POLL_S)
+
+    def _full_disk(self) -> str:
+        """Describe a full disk of the run; "" if none is full."""
+        folder = self._folder.path
+        full = full_disk(folder)
+        if full:
+            return f"{full}, of the run folder {folder}"
+        for folder in temporary_parents():
+            full = full_disk(folder)
+            if full:
+                return f"{full}, of temporary files ({folder})"
+        return ""
 
     def _wait_for_interrupt(self, seconds: float) -> None:
         """Wait for an interrupt, at most for `seconds`."""

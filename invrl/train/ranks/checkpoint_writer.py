@@ -37,12 +37,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
     SerializationFormat,
     _write_item,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from invrl.store.checksummed_file import ChecksummedFile
+from invrl.train.ranks.joint_write import disk_error
 from invrl.types.file_entry import FileEntry
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -220,15 +221,22 @@ class TensorByTensor(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self._late = late
         self._copies = copies
+        self._writer: _Writer | None = None
         self.written: dict[str, FileEntry] = {}
         """File written by this rank, by its name."""
+
+    def check_written(self) -> None:
+        """Raise this rank's first failure to write."""
+        assert self._writer is not None, "nothing has been saved"
+        if self._writer.failure is not None:
+            raise self._writer.failure
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Return a request whose work is done in this process when it is executed."""
         state_by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        writer = _Writer(checkpoint_dir, self._late, self.written)
+        self._writer = writer = _Writer(checkpoint_dir, self._late, self.written)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica,
             flatten_state_dict=False,
@@ -252,7 +260,9 @@ class _Writer(FileSystemWriterAsync):
         self._late = late
         self._written = written
         self._results: list[WriteResult] = []
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """First failure to write. It is not raised where it happens: the other ranks
+        would wait for this one in the next gather."""
         self._copied: Iterator[tuple[WriteItem, Any]] | None = None
 
     def copy(self) -> None:
@@ -269,9 +279,13 @@ class _Writer(FileSystemWriterAsync):
         return self._write_all, None, []
 
     def retrieve_write_results(self) -> Any:
-        if self._failure is not None:
-            return _wrap_exception(self._failure)
         return self._results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of all ranks' files, on the rank that gathers their
+        results."""
+        with self._failure_recorded():
+            super().finish(metadata, results)
 
     def _items(self) -> Iterator[tuple[WriteItem, Any]]:
         """Yield what this rank writes: the tensors that it holds, then the gathered
@@ -311,17 +325,15 @@ class _Writer(FileSystemWriterAsync):
 
     @contextmanager
     def _failure_recorded(self) -> Iterator[None]:
-        """Record the first failure as this rank's result instead of raising it:
-        otherwise the other ranks would wait for this one in the next gather."""
         try:
             yield
         except Exception as error:
-            if self._failure is None:
-                self._failure = _disk_error(error) or error
+            if self.failure is None:
+                self.failure = disk_error(error) or error
 
     def _write(self, stream: Any, name: str, item: WriteItem, data: Any) -> None:
         """Write one item; do nothing after a failure."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
         with self._failure_recorded():
             if item.type != WriteItemType.BYTE_IO:
@@ -341,12 +353,3 @@ def _copy(data: Any) -> Any:
     if not isinstance(data, torch.Tensor):
         return data
     return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _disk_error(error: BaseException) -> OSError | None:
-    """Return the disk's own error, if torch's writer then failed because bytes were
-    missing."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return cause

@@ -139,7 +139,10 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _may_follow(error: BaseException | None) -> bool:
-    """Whether the error may only be a consequence of another rank's failure."""
+    """Whether the error may only be a consequence of another rank's failure, or other
+    ranks may be about to report the same full disk."""
+    if isinstance(error, DiskFullError):
+        return True
     return error is not None and not isinstance(error, InvrlError)
 
 

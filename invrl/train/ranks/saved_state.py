@@ -5,21 +5,25 @@ A checkpoint that one layout of ranks wrote can be loaded by any other.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.errors import TrainError
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.ranks.checkpoint_writer import LateTensors, TensorByTensor, gather_late
+from invrl.train.ranks.joint_write import write_jointly
 from invrl.train.runtime import device
 from invrl.train.runtime.adamw_repairs import complete_states, steps_made, write_steps
 from invrl.types.file_entry import FileEntries
@@ -38,37 +42,28 @@ class SavedState:
     def save(self, path: str) -> FileEntries:
         """Save the share. Called on all ranks together. Returns the entries of the
         files that this rank has written. Raises TrainError if the folder is not empty
-        or cannot be written."""
+        or cannot be written, DiskFullError if there is no space."""
         saving = self._begin(path, copies=False)
         saving.write()
-        torch.distributed.barrier()
         return saving.finish()
 
     def copy(self, path: str) -> "Saving":
         """Begin to save in three parts, of which the second, `Saving.write`, may run in
         another thread during training. A copy of everything that this rank writes is in
-        memory until then. Called on all ranks together. Raises TrainError if the folder
-        is not empty."""
+        memory until then. Called on all ranks together. Raises like `save`."""
         return self._begin(path, copies=True)
 
     def _begin(self, path: str, *, copies: bool) -> "Saving":
         folder = Path(path)
-        if torch.distributed.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        if any(folder.iterdir()):
-            raise TrainError(
-                f"{folder} is not empty: a checkpoint is not written over another"
-            )
-        torch.distributed.barrier()
+        write_jointly(folder, partial(_make_empty, folder))
         self._late.clear()
         state = self._sharded_state(is_loading=False)
         tensors = TensorByTensor(self._late, copies=copies)
-        request = dist_checkpointing.save(
-            state, str(folder), tensors, async_sharded_save=True
-        )
-        assert request is not None
-        return Saving(folder, request, tensors, device.random_state())
+        sharded_state, common_state = save_preprocess(state)
+        write_common = partial(_write_common, folder, common_state)
+        written = write_jointly(folder, write_common)
+        request = tensors.async_save(sharded_state, folder)
+        return Saving(folder, request, tensors, device.random_state(), written)
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         raise NotImplementedError
@@ -148,41 +143,66 @@ class Saving:
         request: AsyncRequest,
         tensors: TensorByTensor,
         random_state: object,
+        written: FileEntries,
     ) -> None:
+        """`written`: the entries of the files that this rank has already written."""
         self._folder = folder
         self._request = request
         self._tensors = tensors
         self._random_state = random_state
+        self._written = written
 
     def write(self) -> None:
-        """Write this rank's tensors. `finish` raises its errors."""
+        """Write this rank's tensors. `finish` raises its failure."""
         assert self._request.async_fn is not None
         self._request.async_fn(*self._request.async_fn_args)
 
     def finish(self) -> FileEntries:
         """Finish the checkpoint. Called on all ranks together, once all have written.
         Returns the entries of the files that this rank has written. Raises TrainError
-        if they could not be written."""
-        try:
-            for finish in self._request.finalize_fns:
-                finish()
-        except CheckpointException as error:
-            # a BaseException, and only rank 0's names the cause
-            causes = [str(cause) for cause, _ in error.failures.values()] or [
-                "another rank failed"
-            ]
-            raise TrainError(
-                f"the checkpoint {self._folder} could not be written: {causes[0]}"
-            ) from error
+        if they could not be written, DiskFullError if there was no space."""
+        write_jointly(self._folder, self._tensors.check_written)
+        for finish in self._request.finalize_fns:
+            finish()
+        return write_jointly(self._folder, self._write_rest)
+
+    def _write_rest(self) -> FileEntries:
+        """Write what Megatron reads first, on rank 0, and this rank's random state."""
+        self._tensors.check_written()  # the index of the tensors, on rank 0
+        if torch.distributed.get_rank() == 0:
+            format_of_tensors = CheckpointingConfig(
+                self._tensors.backend, self._tensors.version
+            )
+            save_config(format_of_tensors, str(self._folder))
         rng_file = _rng_file(self._folder)
         rng_file.parent.mkdir(exist_ok=True)
         with ChecksummedFile(rng_file) as file:
             torch.save(self._random_state, cast(Any, file))
-        torch.distributed.barrier()
         return {
+            **self._written,
             **self._tensors.written,
             rng_file.relative_to(self._folder).as_posix(): file.entry(),
         }
+
+
+def _make_empty(folder: Path) -> None:
+    """Make the folder, on rank 0. Raises TrainError if it is not empty."""
+    if torch.distributed.get_rank() > 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise TrainError(
+            f"{folder} is not empty: a checkpoint is not written over another"
+        )
+
+
+def _write_common(folder: Path, state: dict[str, Any]) -> FileEntries:
+    """Write what is equal on all ranks, on rank 0, as Megatron does."""
+    if torch.distributed.get_rank() > 0:
+        return {}
+    with ChecksummedFile(folder / COMMON_STATE_FNAME) as file:
+        torch.save(state, cast(Any, file))
+    return {COMMON_STATE_FNAME: file.entry()}
 
 
 def sharding_metadata() -> dict[str, Any]:

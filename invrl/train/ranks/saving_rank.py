@@ -6,32 +6,14 @@ the copy, and all ranks end it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from invrl.errors import DiskFullError
-from invrl.host.disk import is_full
 from invrl.types.file_entry import FileEntries
 
 if TYPE_CHECKING:
     from invrl.train.ranks.saved_state import SavedState, Saving
-
-
-@contextmanager
-def disk_errors() -> Iterator[None]:
-    """Raise DiskFullError where torch reports that a rank found its disk full."""
-    try:
-        yield
-    except BaseException as error:  # torch's is none of the usual exceptions
-        from torch.distributed.checkpoint import api
-
-        if isinstance(error, api.CheckpointException):
-            for rank, (failure, _) in error.failures.items():
-                if is_full(failure):
-                    raise DiskFullError(f"rank {rank}: {failure}") from None
-        raise
 
 
 class SavingRank:
@@ -48,8 +30,7 @@ class SavingRank:
         """Save model, optimizer, schedule and random state; all ranks together. The
         folder must be empty or new. Returns the entries of the files that this rank has
         written."""
-        with disk_errors():
-            return self._state.save(path)
+        return self._state.save(path)
 
     def copy_checkpoint(self, path: str) -> None:
         """Copy what `save_checkpoint` saves, and begin to write it during training; all
@@ -64,8 +45,7 @@ class SavingRank:
         assert self._saving is not None, "no checkpoint is being written"
         saving = self._saving
         self._saving = None
-        with disk_errors():
-            return saving.finish()
+        return saving.finish()
 
     def load_checkpoint(self, path: str) -> None:
         self._load(path)

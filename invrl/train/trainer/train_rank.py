@@ -15,6 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -357,7 +358,8 @@ class TrainRank(SavingRank):
         if not self._weights.collects:
             _exhaust(weights)
             return None
-        staged = self._transport.stage(version, weights)
+        with _received(weights):
+            staged = self._transport.stage(version, weights)
         if self._file_server is not None:
             staged = replace(staged, handle=self._file_server.served(staged.handle))
         return staged
@@ -449,14 +451,26 @@ class TrainRank(SavingRank):
         if not self._weights.collects:
             _exhaust(weights)
             return {}
-        return export_hugging_face(
-            weights,
-            self._trained_specs,
-            self._settings.model_path,
-            path,
-            chat_template=self._settings.chat_template,
-            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
-        )
+        with _received(weights):
+            return export_hugging_face(
+                weights,
+                self._trained_specs,
+                self._settings.model_path,
+                path,
+                chat_template=self._settings.chat_template,
+                max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
+            )
+
+
+@contextmanager
+def _received(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Receive the rest of the weights if the block fails (on a full disk, for example):
+    otherwise the other ranks, which send all of them, would wait."""
+    try:
+        yield
+    except Exception:
+        deque(weights, maxlen=0)
+        raise
 
 
 def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
