@@ -67,6 +67,9 @@ def read_run_folder(arguments: Sequence[str]) -> RunFolder:
     fix = "give the folder that `invrl train` printed"
     if not arguments:
         raise ConfigError("RUN", "", "it is missing", fix)
+    if arguments[0].startswith("--"):
+        reason = "a flag, where the run folder comes first"
+        raise ConfigError("RUN", arguments[0], reason, f"write RUN before it: {fix}")
     folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
     if not folder.config_path.exists():
         reason = "not a run folder: it has no config.resolved.toml"

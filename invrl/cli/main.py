@@ -134,7 +134,7 @@ the model is trained on what it samples for that program.
 usage: invrl COMMAND [flags]"""
 _OUTRO = """\
 `invrl COMMAND --help` shows a command's flags. `invrl --version` prints the version.
-Exit codes: 0 success, 2 bad input, 1 any other failure."""
+Exit codes: 0 done, 2 bad input, 130 interrupted (Ctrl-C or TERM), 1 any other failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,18 +2,21 @@
 accuracy. Pure.
 
 Two tasks are the same if their payloads agree in every field that distinguishes tasks,
-whatever their ids. The same id makes them the same only where ids are names: counters
-restart in every file.
+whatever their ids. The fields of an object count one by one, and whitespace in a text
+counts as one space. The same id makes two tasks the same only where ids are names:
+counters restart in every file.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from invrl.types.tasks import Task
+from invrl.types.tasks import Json, Task
 
 _COUNTER = re.compile(r"\D*\d+")
 """An id that counts: "7", "q7", "test-007"."""
+_ID_FIELD = re.compile(r"(.*[_.-])?(id|idx|index|uid|uuid)", re.IGNORECASE)
+"""Name of a field that may number rows: "extra_info.index", "problem_id"."""
 
 
 def shared_tasks(
@@ -23,45 +26,66 @@ def shared_tasks(
     field of a payload."""
     if not training:
         return []
-    fields = _telling_fields(training, held_out, id_key)
-    contents = {_content(task, fields) for task in training}
+    training_rows = [dict(_leaves(task.payload)) for task in training]
+    held_out_rows = [dict(_leaves(task.payload)) for task in held_out]
+    fields = _telling_fields(training_rows, held_out_rows, id_key)
+    contents = {
+        _content(task, row, fields)
+        for task, row in zip(training, training_rows, strict=True)
+    }
     names = {task.id for task in training if not _COUNTER.fullmatch(task.id)}
     return [
         task
-        for task in held_out
-        if _content(task, fields) in contents or task.id in names
+        for task, row in zip(held_out, held_out_rows, strict=True)
+        if _content(task, row, fields) in contents or task.id in names
     ]
+
+
+def _leaves(value: Json, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values in nested objects, as text that is equal for equal values, by
+    their path."""
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}.{key}" if path else key)
+    elif isinstance(value, str):
+        yield path, json.dumps(" ".join(value.split()))
+    else:
+        yield path, json.dumps(value, sort_keys=True, default=repr)
 
 
 def _telling_fields(
-    training: Sequence[Task], held_out: Sequence[Task], id_key: str
+    training: Sequence[Mapping[str, str]],
+    held_out: Sequence[Mapping[str, str]],
+    id_key: str,
 ) -> list[str]:
-    """Return the fields that every payload has and that vary within the tasks of a
-    split: a field that names the split, or the data set, does not. If none varies, all
-    that every payload has."""
-    common = _common_fields([*training, *held_out]) - {id_key}
+    """Return the fields that every row has, that vary within the rows of a split, and
+    that do not number the rows: a field that names the split, or the data set, does not
+    vary. If there is none, all that vary; if none varies, all that every row has."""
+    rows = [*training, *held_out]
+    common = set(rows[0]).intersection(*rows) - {id_key}
     varying = [
         field
         for field in common
-        if any(
-            len({_json(task.payload[field]) for task in tasks}) > 1
-            for tasks in (training, held_out)
-        )
+        if any(len({row[field] for row in split}) > 1 for split in (training, held_out))
     ]
-    return sorted(varying or common)
+    contents = [
+        field
+        for field in varying
+        if not (_numbers_rows(field, training) and _numbers_rows(field, held_out))
+    ]
+    return sorted(contents or varying or common)
 
 
-def _common_fields(tasks: Sequence[Task]) -> set[str]:
-    fields = [set(task.payload) for task in tasks]
-    return fields[0].intersection(*fields)
+def _numbers_rows(field: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the field has a name of an id, and counts these rows from 0 or 1."""
+    if not _ID_FIELD.fullmatch(field):
+        return False
+    values = {row[field] for row in rows}
+    counts = [{str(start + n) for n in range(len(rows))} for start in (0, 1)]
+    return values in counts
 
 
-def _content(task: Task, fields: Sequence[str]) -> str:
+def _content(task: Task, row: Mapping[str, str], fields: Sequence[str]) -> str:
     if not fields:
-        return _json([task.payload, task.label])
-    return _json([task.payload[field] for field in fields])
-
-
-def _json(value: object) -> str:
-    """Return the value as text; equal for equal values."""
-    return json.dumps(value, sort_keys=True, default=repr)
+        return json.dumps([row, task.label], sort_keys=True, default=repr)
+    return json.dumps([row[field] for field in fields])

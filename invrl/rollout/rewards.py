@@ -8,7 +8,13 @@ checked by the gateway, which knows both.
 """
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from numbers import Real
 
 import numpy as np
@@ -187,6 +193,8 @@ def _number_fix(value: object) -> str:
         return "a `return` is missing, or one path ends without it; return a float on every path"
     if isinstance(value, Awaitable):
         return "an `await` is missing: return what it gives"
+    if isinstance(value, Generator | AsyncGenerator):
+        return "a function with `yield` is a generator: write `return` instead"
     if isinstance(value, str):
         try:
             float(value)

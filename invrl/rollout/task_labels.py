@@ -9,8 +9,16 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.task_files import task_files
 from invrl.store.row_file import Rows, read_rows
 
-GUESSED_KEYS = ("answer", "solution", "target")
-"""Names of the label in other data sets."""
+GUESSED_KEYS = (
+    "answer",
+    "solution",
+    "target",
+    "ground_truth",
+    "expected_answer",
+    "final_answer",
+    "reference_answer",
+)
+"""Names of the label in other data sets, in lower case."""
 _EMPTY = (None, "", [], {})
 
 
@@ -20,9 +28,12 @@ def label_key(rows: Rows, wanted: str) -> str:
     is_default = wanted == RolloutConfig.model_fields["task_label_key"].default
     if not is_default or any(wanted in row for _, row in rows):
         return wanted
+    _, first_row = rows[0]
+    shared = [field for field in first_row if all(field in row for _, row in rows)]
     for key in GUESSED_KEYS:
-        if all(key in row for _, row in rows):
-            return key
+        for field in shared:
+            if field.lower() == key:
+                return field
     return wanted
 
 

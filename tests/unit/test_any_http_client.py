@@ -157,6 +157,10 @@ WRONG_PATHS = [
     "/v1//chat/completions",
     "/v1/v1/messages",
     "/messages",
+    "/v1/chat/completion",
+    "/v2/Chat/Completions",
+    "/api/v1/responses",
+    "/openai/deployments/tiny/chat/completions",
     "/v1",
     "",
 ]
@@ -169,6 +173,9 @@ async def test_a_base_url_that_is_a_bit_wrong_gets_a_hint(gateway: Running, path
     assert answer.status_code == 404
     assert "http://HOST:PORT/s/KEY/v1" in answer.json()["error"]["message"]
     assert session.key not in answer.text
+    without_s = await gateway.http.post(f"{gateway.url}/{session.key}{path}", json=CHAT)
+    assert without_s.status_code == 404
+    assert session.key not in without_s.text
     unknown = await gateway.http.post(
         f"{gateway.url}/s/{session.key}/v1/embeddings", json=CHAT
     )
@@ -187,11 +194,12 @@ NOT_JSON = {
 @every_route
 async def test_a_body_that_is_no_json_is_called_so(gateway: Running, route: Route):
     [session] = await gateway.open()
-    surrogates = {
+    others = {
+        b'\xef\xbb\xbf{"model": "tiny"}': "byte order mark",
         b'{"detail": "\\ud83d\\ude00 \\ud83d"}': "is no character (byte 25)",
         b'{"detail": "\\\\ud83d \\udc00"}': "is no character (byte 20)",
     }
-    for body, reason in (NOT_JSON | surrogates).items():
+    for body, reason in (NOT_JSON | others).items():
         answer = await gateway.http.post(session.base_url + route.path, content=body)
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400

@@ -485,6 +485,7 @@ async def test_calls_of_one_reply_may_come_back_in_messages_of_their_own(
             "tools[0].function.name",
         ),
         ({"tools": [{"type": "custom"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {

@@ -932,6 +932,20 @@ def test_another_agents_system_prompt_is_a_handoff():
     )
 
 
+def test_agents_that_share_a_preamble_are_told_apart_by_their_tools():
+    preamble = "You are one of several agents, who hand over to each other."
+    triage = Message("system", f"{preamble} You triage.")
+    calculator = Message("system", f"{preamble} You calculate.")
+    calc = Tool(name="calc", parameters="{}")
+    forest = Forest()
+    forest.add(node("1", [triage, ASK, REPLY]))
+    messages = [calculator, ASK, REPLY, MORE]
+    assert forest.match(messages).fork is ForkReason.CONTEXT_EDITED
+    assert forest.match(messages, (calc,)).fork is ForkReason.HANDOFF
+    edited = [triage, Message("user", "q?"), REPLY, MORE]
+    assert forest.match(edited, (calc,)).fork is ForkReason.CONTEXT_EDITED
+
+
 def test_steps_that_render_their_history_into_the_prompt_are_one_conversation():
     """DSPy's ReAct: every step is a root, and so is a title; only the title is beside
     the main loop."""

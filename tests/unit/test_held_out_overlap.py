@@ -47,6 +47,39 @@ def numbered(rows: list[dict[str, Json]], prefix: str = "") -> list[dict[str, Js
             [{"id": "france", "q": "the capital?"}, {"id": "spain", "q": "and Spain?"}],
             1,
         ),
+        (
+            [
+                {"extra_info": {"split": "train", "index": n}, **row}
+                for n, row in enumerate(ROWS)
+            ],
+            [
+                {"extra_info": {"split": "test", "index": n}, **row}
+                for n, row in enumerate(ROWS[5:])
+            ],
+            5,
+        ),
+        (
+            [
+                {"index": n, "prompt": [{"content": row["question"]}]}
+                for n, row in enumerate(ROWS[:5])
+            ],
+            [
+                {"index": n, "prompt": [{"content": row["question"]}]}
+                for n, row in enumerate(ROWS[5:])
+            ],
+            0,
+        ),
+        (
+            [{"index": n} for n in range(5)],
+            [{"index": n} for n in range(4, 9)],
+            1,
+        ),
+        (
+            [{"problem_id": n, "kind": "hard"[: n % 2]} for n in range(6)],
+            [{"problem_id": n, "kind": "hard"[: n % 2]} for n in range(6, 9)],
+            0,
+        ),
+        (ROWS, [{**row, "question": f" {row['question']}\n"} for row in ROWS], 10),
         (ROWS[:1], ROWS[:1], 1),
         (ROWS[:1], ROWS[1:2], 0),
         ([], ROWS, 0),

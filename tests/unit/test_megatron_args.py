@@ -3,15 +3,19 @@ pass says why."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from invrl.errors import ConfigError
+from invrl.run.settings.foreign_names import ANSWERS
 from invrl.train.config import TrainConfig
 from invrl.train.runtime.megatron_args import (
     MegatronOptions,
     Scalar,
     check_megatron_options,
+    fix_of_field,
     parse_megatron_options,
 )
 
@@ -233,3 +237,12 @@ def test_refused_megatron_field_names_an_existing_flag() -> None:
 
     flags = {"--" + name.replace("_", "-") for name in TrainConfig.model_fields}
     assert set(_BY_FLAG.values()) <= flags
+
+
+def test_fields_that_foreign_names_are_answered_with_may_be_set() -> None:
+    answers = " ".join(ANSWERS.values())
+    options = set(re.findall(r"--megatron-([a-z0-9-]*[a-z0-9])", answers))
+    assert options
+    for option in options:
+        assert fix_of_field(option.replace("-", "_")) == f"write --megatron-{option}"
+    assert fix_of_field("lr") == fix_of_field("no_such_field") == ""

@@ -66,6 +66,9 @@ def test_setting_that_the_command_lacks_is_not_suggested():
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "--engine.tp-size"),
         ("trainer.total_epochs", "--num-steps"),
         ("--save", "--run-root"),
+        ("critic.model.path", "--critic.model-path"),
+        ("optim.weight_decay", "--weight-decay"),
+        ("rollout.dppo_threshold", "--dppo.threshold"),
     ],
 )
 def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: str):
@@ -104,6 +107,11 @@ def test_epochs_of_a_run_on_rollouts_are_steps_unless_a_file_was_meant() -> None
             "actor_rollout_ref.rollout.gpu_memory_utilization",
             "--sglang-mem-fraction-static",
         ),
+        ("--num-attention-heads", "config.json"),
+        ("--enforce-eager", "--sglang-cuda-graph-backend-decode disabled"),
+        ("--recompute-granularity", "--megatron-recompute-granularity"),
+        ("megatron_cfg.overlap_grad_reduce", "--megatron-overlap-grad-reduce"),
+        ("--expert-tensor-parallel-size", "--expert-model-parallel-size"),
     ],
 )
 def test_what_has_no_setting_here_is_answered_with_what_to_do(

@@ -86,6 +86,7 @@ async def test_reward_components_become_floats():
         ("0.5", FailureReason.BAD_RETURN, "str"),
         ([1.0], FailureReason.BAD_RETURN, "list"),
         (1j, FailureReason.BAD_RETURN, "complex"),
+        ((reward for reward in (1.0,)), FailureReason.BAD_RETURN, "write `return`"),
         (RolloutResult(components=[("a", 1.0)]), FailureReason.BAD_RETURN, "list"),  # type: ignore[arg-type]
         (float("nan"), FailureReason.BAD_REWARD, "nan"),
         (float("inf"), FailureReason.BAD_REWARD, "inf"),
@@ -373,6 +374,43 @@ async def forgets_to_await(task, endpoint):
     return asyncio.sleep(0).choices[0]  # type: ignore[attr-defined]
 
 
+async def converts_a_coroutine(task, endpoint):
+    return float(asyncio.sleep(0))  # type: ignore[arg-type]
+
+
+async def a_stream():
+    yield "text"
+
+
+async def reads_a_stream_in_a_for_loop(task, endpoint):
+    for _ in a_stream():  # type: ignore[attr-defined]
+        pass
+
+
+async def reads_a_list_in_an_async_for_loop(task, endpoint):
+    async for _ in ["text"]:  # type: ignore[attr-defined]
+        pass
+
+
+class AsyncClient:
+    async def __aenter__(self): ...
+
+    async def __aexit__(self, *_): ...
+
+
+async def enters_an_asynchronous_client(task, endpoint):
+    with AsyncClient():  # type: ignore[attr-defined]
+        pass
+
+
+async def takes_a_task_for_its_row(task, endpoint):
+    return task["question"]
+
+
+async def reads_a_field_as_an_attribute(task, endpoint):
+    return task.question
+
+
 async def forgets_it_in_a_task(task, endpoint):
     async with asyncio.TaskGroup() as group:
         group.create_task(forgets_to_await(task, endpoint))
@@ -390,6 +428,12 @@ async def forgets_it_in_a_task(task, endpoint):
         (awaits_a_value, "the client may be a synchronous one"),
         (forgets_to_await, "an await is missing"),
         (forgets_it_in_a_task, "an await is missing"),
+        (converts_a_coroutine, "an await is missing"),
+        (reads_a_stream_in_a_for_loop, "read it with async for"),
+        (reads_a_list_in_an_async_for_loop, "the client may be a synchronous one"),
+        (enters_an_asynchronous_client, "use async with"),
+        (takes_a_task_for_its_row, "are in task.payload"),
+        (reads_a_field_as_an_attribute, "are in task.payload"),
     ],
 )
 async def test_a_function_at_odds_with_its_client_is_told_what_to_do(function, advice):

@@ -28,6 +28,7 @@ from invrl.engines.sglang_args import (
 from invrl.engines.sglang_client import NEUTRAL_SAMPLING
 from invrl.errors import ConfigError
 from invrl.run.settings.contradictions import _SEEDED_BACKENDS
+from invrl.run.settings.foreign_names import ANSWERS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {
@@ -346,3 +347,13 @@ def test_missing_sglang_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
     sglang_args.sglang_parser.cache_clear()
     with pytest.raises(ConfigError, match="cannot be imported"):
         sglang_flags({"log-level": "info"})
+
+
+def test_options_that_foreign_names_are_answered_with_exist() -> None:
+    answers = " ".join(ANSWERS.values())
+    options = set(re.findall(r"--sglang-([a-z-]*[a-z])", answers))
+    known = {
+        flag for action in sglang_parser()._actions for flag in action.option_strings
+    }
+    assert options
+    assert {f"--{option}" for option in options} <= known

@@ -12,7 +12,7 @@ import pytest
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.task_checks import check_held_out_labels, check_labels
 from invrl.rollout.config import EvalConfig, RolloutConfig
-from invrl.rollout.task_labels import guess_notes, missing_labels
+from invrl.rollout.task_labels import GUESSED_KEYS, guess_notes, missing_labels
 from invrl.rollout.tasks import held_out_only, load_tasks
 from invrl.run.settings.config import Config, Source, resolve
 from invrl.user_code.source import reads_attribute
@@ -30,7 +30,7 @@ def tasks_in(file: Path, *lines: str, **settings: Any) -> RolloutConfig:
     return RolloutConfig(task_file=str(file), **settings)
 
 
-@pytest.mark.parametrize("key", ["answer", "solution", "target"])
+@pytest.mark.parametrize("key", [*GUESSED_KEYS, "Answer"])
 def test_the_label_is_guessed_with_a_word(tmp_path: Path, key: str) -> None:
     config = tasks_in(tmp_path / "t.jsonl", f'{{"question": "2+2?", "{key}": 4}}')
     assert next(load_tasks(config, "train", 0)).label == 4

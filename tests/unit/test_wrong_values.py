@@ -114,6 +114,14 @@ def test_misspelt_files_models_templates_and_runs_get_the_nearest(
         assert near in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["samples", "ledger", "export", "report"])
+def test_a_flag_before_the_run_is_told_to_come_after_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--step", "1"]) == 2
+    assert "write RUN before it" in capsys.readouterr().err
+
+
 def test_a_misspelt_module_gets_the_nearest_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

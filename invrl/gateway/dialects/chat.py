@@ -405,8 +405,8 @@ def _tool(tool: _Tool, param: str) -> Tool:
         return wire.make_tool(function, param)
     if tool.type != "function" or tool.function is None:
         reason = (
-            f"{param}: {tool.type!r} is not a function or a custom tool with its"
-            " definition"
+            f"{param}: a tool has the type function or custom, and its definition in the"
+            f" field of that name; this one has the type {tool.type!r}"
         )
         raise wire.bad_request(reason, param=param)
     return wire.make_tool(tool.function, f"{param}.function")

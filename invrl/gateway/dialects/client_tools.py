@@ -85,7 +85,7 @@ def client_tool(kind: str, name: str, param: str) -> wire.Function:
         description = "Keeps notes in files of the folder /memories, which later conversations can read."
         return _file_function(name, description, commands, fields, ())
     supported = ", ".join(f"{family}_…" for family in _FAMILIES)
-    reason = f"{param}: {kind!r} is a tool that Anthropic runs; custom tools and {supported} are supported"
+    reason = f"{param}: tools of the type {kind!r} are not supported; custom tools and {supported} are"
     raise wire.bad_request(reason, param=param, code="unsupported_parameter")
 
 

@@ -1,6 +1,7 @@
 """Explains why a body is not JSON text, in terms that a client's author can act on.
 Pure."""
 
+import codecs
 import re
 
 import msgspec
@@ -25,6 +26,8 @@ def not_json(
         return _invalid("it is empty")
     if isinstance(error, UnicodeDecodeError):
         return _invalid(_encoding_reason(raw, error))
+    if raw.startswith(codecs.BOM_UTF8):
+        return _invalid("it begins with a byte order mark")
     # A pair is no lone surrogate: blanks of the same length keep the places of what
     # follows.
     escape = _LONE_SURROGATE.search(_PAIR.sub(b" " * 12, raw))

@@ -1,6 +1,9 @@
 """Suggests the right base URL to a client whose path shows that it was set wrong.
 Pure."""
 
+import difflib
+from collections.abc import Sequence
+
 _ROUTES = (
     "chat/completions",
     "completions",
@@ -19,7 +22,7 @@ _BASE_URLS = (
 def hint(path: str) -> str:
     """Suggest a change for an unknown path; "" if it resembles none that agents
     call."""
-    parts = [part for part in path.split("/") if part]
+    parts = [part for part in path.lower().split("/") if part]
     if parts[:1] == ["s"]:
         parts = parts[2:]
     while parts[:1] == ["v1"]:
@@ -28,7 +31,19 @@ def hint(path: str) -> str:
         return (
             f"this is no route but a base URL, to which clients add one ({_BASE_URLS})"
         )
-    route = "/".join(parts)
-    if route not in _ROUTES:
+    route = _nearest_route(parts)
+    if not route:
         return ""
     return f"did you mean /v1/{route}? ({_BASE_URLS})"
+
+
+def _nearest_route(parts: Sequence[str]) -> str:
+    """Return the route with which the path ends, whatever is before it (`/api/v1`,
+    `/v2`, a deployment), or else the one that the path misspells; "" if there is
+    neither."""
+    for begin in range(len(parts)):
+        route = "/".join(parts[begin:])
+        if route in _ROUTES:
+            return route
+    close = difflib.get_close_matches("/".join(parts), _ROUTES, n=1, cutoff=0.8)
+    return close[0] if close else ""

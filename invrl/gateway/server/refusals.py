@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from invrl.errors import DiskFullError, SessionError
 from invrl.gateway.dialects.json_text import invalid_json, lone_surrogate
 from invrl.gateway.server.path_hints import hint
+from invrl.host.masked_keys import without_session_keys
 
 _log = logging.getLogger(__name__)
 _SPACE_RETRY_S = 5.0
@@ -87,6 +88,7 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
     if isinstance(error, HTTPException):
         # no session key in an error
         path = request.url.path.partition("/s/")[0] or "/s/…"
+        path = without_session_keys(path)
         message = f"{request.method} {path}: {error.detail}"
         meant = hint(request.url.path)
         if error.status_code == 404 and meant:

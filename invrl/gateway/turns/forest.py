@@ -575,7 +575,9 @@ class Forest:
         difference = self._smallest_difference(before, candidates, tools)
         recorded = difference.recorded
         sent = difference.sent
-        if not (recorded and sent) and is_handoff(recorded, sent):
+        other_tools = all(node.tools != tuple(tools) for node in candidates)
+        handoff = is_handoff(recorded, sent, other_tools=other_tools)
+        if handoff and not (recorded and sent):
             return _Fork(ForkReason.HANDOFF, messages_change(difference))
         if len(sent) < len(recorded):
             return _Fork(ForkReason.COMPACTED, messages_change(difference))
@@ -585,7 +587,7 @@ class Forest:
             change = self._results_change(before, candidates[-1], tools)
             return _Fork(ForkReason.CONTEXT_EDITED, change)
         change = self._change(difference.first, recorded[0], sent[0], tools)
-        if is_handoff(recorded, sent):
+        if handoff:
             return _Fork(ForkReason.HANDOFF, change)
         if recorded[0].role == "assistant" and sent[0].role == "assistant":
             return _Fork(ForkReason.HISTORY_EDITED, change)

@@ -118,13 +118,16 @@ def common_characters(first: str, second: str) -> int:
     return low
 
 
-def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
+def is_handoff(
+    recorded: Sequence[Message], sent: Sequence[Message], *, other_tools: bool
+) -> bool:
     """Whether the differing messages are system prompts of two agents, or one agent has
-    none. Two prompts with most of their text in common are one agent's, edited."""
+    none. Two prompts with most of their text in common are one agent's, edited, unless
+    it has `other_tools` too: agents of one team often share a preamble."""
     roles = {message.role for message in (*recorded, *sent)}
     if roles != {"system"} or max(len(recorded), len(sent)) > 1:
         return False
-    if not (recorded and sent):
+    if other_tools or not (recorded and sent):
         return True
     old = recorded[0].content
     new = sent[0].content

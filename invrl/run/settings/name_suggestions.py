@@ -12,6 +12,7 @@ from invrl.run.settings.foreign_names import (
     ON_ROLLOUTS,
 )
 from invrl.run.settings.former_settings import FORMER_NAMES
+from invrl.train.runtime.megatron_args import fix_of_field
 
 _OURS = {
     foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
@@ -52,13 +53,16 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
 
 
 def answer_without_setting(name: str) -> str:
-    """Return the alternative to a setting that other trainers have and that does not
-    exist here; "" for any other name."""
+    """Return the alternative to a setting that other trainers or Megatron have and that
+    does not exist here; "" for any other name."""
     for spelling in _spellings(name):
         if spelling in ANSWERS:
             return ANSWERS[spelling]
         if spelling in _OURS:
             break
+        fix = fix_of_field(spelling)
+        if fix:
+            return fix
     return ""
 
 
@@ -78,9 +82,10 @@ def near_settings(
     finds any: other trainers' names for it; nearly equal spelling; shared words; the
     most similar spelling. Empty if nothing is near."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
+    without_dots = {plain.replace(".", "_"): plain for plain in valid}
     for spelling in _spellings(name):
-        if spelling in valid:
-            return [valid[spelling]]
+        if spelling in without_dots:
+            return [valid[without_dots[spelling]]]
         meant = [
             valid[ours]
             for ours in _for_run(_OURS.get(spelling, ""), on_file=on_file)

@@ -96,6 +96,17 @@ class MegatronOptions:
     optimizer: dict[str, object]
 
 
+def fix_of_field(name: str) -> str:
+    """Say how to set this field of Megatron's, or what to do instead; "" for one that
+    invrl sets, and for a name that is none."""
+    if name in _REFUSED:
+        _, fix = _REFUSED[name]
+        return fix
+    if name in _ACCEPTED:
+        return f"write --megatron-{name.replace('_', '-')}"
+    return ""
+
+
 def check_megatron_options(
     options: Mapping[str, Scalar],
     *,
