@@ -15,7 +15,7 @@ from unittest.mock import patch
 import msgspec
 
 from invrl.buffer.buffer_actor import BufferActor, Outcome
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import Admission, BufferConfig, WhenStale
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.buffer.ledger import LedgerEntry
@@ -107,12 +107,19 @@ def make(
     batch: int = 1,
     group: int = 2,
     attempts: int = 2,
+    when_stale: WhenStale = "train",
+    admission: Admission = "groups",
     source: Iterator[Task] | None = None,
     group_filter: GroupFilter = GROUP_FILTERS["none"],
     entries: list[LedgerEntry] | None = None,
 ) -> GroupBuffer:
     return GroupBuffer(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+        BufferConfig(
+            max_staleness=staleness,
+            over_sampling_groups=over,
+            when_stale=when_stale,
+            admission=admission,
+        ),
         RolloutConfig(
             rollout_batch_size=batch,
             n_samples_per_prompt=group,

@@ -23,6 +23,11 @@ MEDIUM_DIFFICULTY = "medium_difficulty"
 RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
+WhenStale = Literal["train", "mask", "wait", "drop"]
+"""Treatment of tokens more than `max_staleness` versions older than the trainer's
+weights: they are trained; lose their loss mask; never come to be, because a batch waits
+for the rollouts that would become too old; or their whole group is dropped."""
+Admission = Literal["groups", "ready"]
 
 FailureRule = float | Literal["retry", "drop"]
 """Treatment of a failed rollout: a number is the reward it counts with, "retry" leases
@@ -140,18 +145,32 @@ class BufferConfig(Section):
     """Staleness of trained tokens, and the groups that are trained on.
 
     One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
-    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
+    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous. It bounds the
+    work under way; `when_stale` says what becomes of a token that is older all the
+    same."""
 
     chosen_by: ClassVar[Mapping[str, Choice]] = {
         "difficulty": Choice("group_filter", (MEDIUM_DIFFICULTY,))
     }
     max_staleness: NonNegativeInt = Field(
         0,
-        description="versions that a trained token may be older than the trainer's weights",
+        description="batches sampled ahead of the trainer, and so the age of most trained tokens, in versions",
+    )
+    when_stale: WhenStale = Field(
+        "train",
+        description="what becomes of a token that is older than --max-staleness: train: it is trained, and "
+        "the off-policy correction weighs it; mask: it is not; wait: a batch waits for the rollouts that would "
+        "become too old; drop: its group is dropped, which favours short rollouts",
+    )
+    admission: Admission = Field(
+        "groups",
+        description="what --max-staleness bounds: groups: batches of groups under way; ready: batches of "
+        "groups that are complete and wait for the trainer, while --rollout-concurrency is always used up",
     )
     over_sampling_groups: NonNegativeInt = Field(
         0,
-        description="groups that are sampled in addition, in place of those that are filtered out",
+        description="groups that are sampled in addition, in place of those that are filtered out; what a "
+        "batch does not need comes next",
     )
     group_filter: str = Field(
         "nonzero_variance",

@@ -6,9 +6,11 @@ IO.
                  └─────────────┴────────────┴──────────┴─────► dropped(reason)
 
 Invariants: every place (group, index, attempt) that is leased ends in exactly one
-state; a rollout is in at most one batch; no token in a batch is more than
-`max_staleness` versions older than the trainer; as long as tasks come, a batch
-completes. The code is the same for every staleness bound.
+state; a rollout is in at most one batch; as long as tasks come, a batch completes. With
+`when_stale` "train" and "mask" no group is dropped for its age, so what is trained has
+the lengths and rewards of what was asked for; with "wait" and "drop" no token in a
+batch is more than `max_staleness` versions older than the trainer. The code is the same
+for every staleness bound.
 
 The loop calls take, then trained, then advance. Call `advance` once the engines sample
 under the new version and its canary has passed: later leases must not begin under the
@@ -21,10 +23,12 @@ When a group is dropped, the places of its members in flight end immediately, an
 outcomes of such rollouts change nothing.
 
 The age of a running rollout's tokens is unknown before its outcome, but none is older
-than the version at its lease: `suspects` names the groups in which a running member may
-hold tokens that are too old. The owner of the buffer looks up what those rollouts have
-sampled and passes it to `note_sampled`, which drops a group as soon as a running member
-holds a token that is too old.
+than the version at its lease. With `when_stale` "wait" a batch is not taken while a
+running rollout was leased so early that its tokens would be too old for the batch after
+it. With "drop", `suspects` names the groups in which a running member may hold tokens
+that are too old. The owner of the buffer looks up what those rollouts have sampled and
+passes it to `note_sampled`, which drops a group as soon as a running member holds a
+token that is too old.
 """
 
 import copy
@@ -32,7 +36,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
-from invrl.buffer.admission import admission_limit
+from invrl.buffer.admission import configured_admission
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.event_counts import BufferCounts, EventCounts, dropped_group_name
 from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
@@ -41,6 +45,7 @@ from invrl.buffer.group_filters import ZERO_VARIANCE
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.reward_history import RewardHistory
+from invrl.buffer.selection import Selection
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.task_feed import TaskFeed
 from invrl.buffer.wait_report import (
@@ -62,6 +67,9 @@ from invrl.types.sessions import MAX_REWARD
 from invrl.types.tasks import Task
 from invrl.types.weights import WeightVersion
 
+_LOSSES = {DropReason.STALE, DropReason.INCOMPLETE, DropReason.TOKENS_LOST}
+"""Reasons for which a group is not trained although it was wanted."""
+
 
 class GroupBuffer:
     """The state machine. `tasks` is read as groups are leased; `emit` gets every ledger
@@ -81,7 +89,8 @@ class GroupBuffer:
         self._max_attempts = rollout.rollout_max_attempts
         self._batch_size = rollout.rollout_batch_size
         self._group_size = rollout.n_samples_per_prompt
-        self._limit = admission_limit(config, self._batch_size)
+        self._when_stale = config.when_stale
+        self._admission = configured_admission(config, self._batch_size)
         self.failures = FailureStreak()
         self._feed = TaskFeed(tasks, self._note_source_fault)
         self._history = RewardHistory()
@@ -104,6 +113,7 @@ class GroupBuffer:
         self._groups_leased = 0
         self._batches_taken = 0
         self.events = EventCounts()
+        self._selection = Selection()
         self._first_places: set[Place] = set()
         """Places leased in this incarnation before the first rollout failed or
         finished."""
@@ -119,8 +129,11 @@ class GroupBuffer:
             return None
         if self._replacements:
             return self._hand_out(self._in_flight[self._replacements.popleft()])
-        num_under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
-        if num_under_way >= self._limit:
+        if not self._admission.admits(
+            in_flight=len(self._in_flight),
+            ready=len(self._ready),
+            taken=self._groups_taken(),
+        ):
             return None
         fed = self._feed.next()
         if fed is None:
@@ -145,6 +158,7 @@ class GroupBuffer:
         group = self._awaiting(outcome.place)
         if group is None:
             self.events.count("outcomes_late")
+            self._note_cancelled(outcome)
             return
         self.events.count("rollouts_ended")
         if isinstance(outcome, FailedRollout):
@@ -165,7 +179,7 @@ class GroupBuffer:
         self.events.note(
             {"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)}
         )
-        if self._stale(group):
+        if self._is_dropped_as_stale(group):
             self._drop(group, DropReason.STALE)
         elif len(group.finished) == self._group_size:
             self._complete(group)
@@ -178,34 +192,37 @@ class GroupBuffer:
         return groups
 
     def suspects(self) -> list[str]:
-        """Return ids of groups in flight that may be stale already: a running member
-        was leased under a version that is now too old."""
-        suspects: list[str] = []
-        for group in self._in_flight.values():
-            running = group.members(RolloutState.IN_FLIGHT)
-            if any(self._too_old(group.leased_under[index]) for index in running):
-                suspects.append(group.id)
-        return suspects
+        """Return ids of groups in flight that may have to be dropped as stale: a
+        running member was leased under a version that is now too old. None unless stale
+        groups are dropped."""
+        if self._when_stale != "drop":
+            return []
+        return [
+            group.id
+            for group in self._in_flight.values()
+            if self._runs_since(group, self._oldest_allowed)
+        ]
 
     def note_sampled(self, sampled: Iterable[SampledSoFar]) -> None:
         """Drop the groups in which a running rollout holds a token that is too old.
         Places no longer in flight are ignored."""
         for rollout in sampled:
             group = self._awaiting(rollout.place)
-            if group is not None and self._too_old(rollout.oldest_version):
+            if group is not None and rollout.oldest_version < self._oldest_allowed:
                 self._drop(group, DropReason.STALE)
 
     # ----------------------------------------------------------------- batches
 
     def take(self) -> TakenBatch | None:
         """Return the next batch of whole groups, oldest first; None if it is not
-        complete yet. Raises BufferStateError while the previous batch is out."""
+        complete yet, or waits for a group that would become too old. Raises
+        BufferStateError while the previous batch is out."""
         if self._batch is not None:
             raise BufferStateError(
                 f"batch {self._batch.batch_id} is out: call trained and advance first"
             )
         eligible = sorted(self._eligible(), key=lambda group: group.age)
-        if len(eligible) < self._batch_size:
+        if len(eligible) < self._batch_size or self._would_become_stale():
             return None
         self._taken = eligible[: self._batch_size]
         batch = TakenBatch(
@@ -217,8 +234,6 @@ class GroupBuffer:
             del self._ready[group.id]
             del self._tasks[group.id]
             self._move_all(group, RolloutState.TAKEN, batch_id=batch.batch_id)
-        for group in eligible[self._batch_size :]:
-            group.passed_over = True
         self._batch = batch
         self._batches_taken += 1
         self.events.start_batch()
@@ -239,12 +254,15 @@ class GroupBuffer:
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         self.events.count("groups_trained", len(self._taken))
+        for group in self._taken:
+            for rollout in group.rollouts():
+                self._selection.note_trained(rollout)
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
         """Advance once the trainer holds `version`, the engines sample under it, and
-        its canary has passed: groups with its tokens may be taken. Groups that are now
-        too old are dropped."""
+        its canary has passed: groups with its tokens may be taken. With `when_stale`
+        "drop", groups that are now too old are dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if version == self.version and self._taken:
@@ -253,11 +271,8 @@ class GroupBuffer:
         self.version = version
         self._batch = None
         for group in [*self._in_flight.values(), *self._ready.values()]:
-            if self._stale(group):
-                self._drop(
-                    group,
-                    DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE,
-                )
+            if self._is_dropped_as_stale(group):
+                self._drop(group, DropReason.STALE)
 
     def close(self) -> None:
         """Drop everything that is not trained, because the run ends. Nothing is leased
@@ -368,12 +383,14 @@ class GroupBuffer:
         """Return what a batch waits for, as the message of a DeadlineError."""
         num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
         ready = f"{len(self._ready)} ready" + early_groups(num_early)
-        in_flight = (
-            f"{len(self._in_flight)} in flight (at most {self._limit} under way)"
-        )
+        in_flight = f"{len(self._in_flight)} in flight ({self._admission})"
+        old = ""
+        if self._would_become_stale():
+            old = "a group in flight would become too old (--when-stale wait)"
         parts = [
             f"{self._batch_size} groups",
             f"{ready}, {in_flight}",
+            old,
             counts_by_reason("groups dropped", self.events.dropped),
             counts_by_reason("rollouts failed", self.events.failed),
             self._feed.end,
@@ -394,8 +411,10 @@ class GroupBuffer:
         """Return events since the last call, and the number of groups and rollouts in
         each state. `finished_reward_mean` is over all finished rollouts, including
         those of dropped groups: a filter that drops solved tasks does not bias it.
-        `rollouts_counted/<reason>` are failures that count with a reward."""
-        metrics = self.events.take_metrics()
+        `rollouts_counted/<reason>` are failures that count with a reward,
+        `tokens_not_trained/<reason>` sampled tokens of rollouts that were dropped. See
+        `Selection.metrics` for how trained rollouts differ from those asked for."""
+        metrics = self.events.take_metrics() | self._selection.metrics()
         return metrics | {
             name: Mean(count) for name, count in self.counts().states.items()
         }
@@ -483,6 +502,8 @@ class GroupBuffer:
         )
         self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)
         self.events.count(f"rollouts_dropped/{reason}")
+        if partial is not None:
+            self._count_not_trained(reason, partial)
         if is_last:
             self._drop(group, DropReason.INCOMPLETE)
             return
@@ -510,12 +531,35 @@ class GroupBuffer:
         else:
             self._drop(group, DropReason.FILTERED, reason)
 
-    def _stale(self, group: OpenGroup) -> bool:
-        versions = group.versions()
-        return versions is not None and self._too_old(versions[0])
+    @property
+    def _oldest_allowed(self) -> WeightVersion:
+        return WeightVersion(self.version - self._max_staleness)
 
-    def _too_old(self, version: WeightVersion) -> bool:
-        return version < self.version - self._max_staleness
+    def _is_dropped_as_stale(self, group: OpenGroup) -> bool:
+        return self._when_stale == "drop" and self._has_tokens_before(
+            group, self._oldest_allowed
+        )
+
+    def _has_tokens_before(self, group: OpenGroup, version: WeightVersion) -> bool:
+        versions = group.versions()
+        return versions is not None and versions[0] < version
+
+    def _would_become_stale(self) -> bool:
+        """Whether the batch has to wait for a group in flight, which would be too old
+        for the next one."""
+        if self._when_stale != "wait":
+            return False
+        oldest_allowed_next = WeightVersion(self._oldest_allowed + 1)
+        return any(
+            self._runs_since(group, oldest_allowed_next)
+            or self._has_tokens_before(group, oldest_allowed_next)
+            for group in self._in_flight.values()
+        )
+
+    def _runs_since(self, group: OpenGroup, version: WeightVersion) -> bool:
+        """Whether a running member of the group was leased before `version`."""
+        running = group.members(RolloutState.IN_FLIGHT)
+        return any(group.leased_under[index] < version for index in running)
 
     def _may_be_taken(self, group: OpenGroup) -> bool:
         versions = group.versions()
@@ -542,9 +586,28 @@ class GroupBuffer:
                     detail=filter_reason,
                 )
                 self.events.count(f"rollouts_dropped/{reason}")
+        for rollout in group.rollouts():
+            self._count_not_trained(reason, rollout)
+            if reason in _LOSSES:
+                self._selection.note_lost(rollout)
         self.events.note_drop(reason, 1, filter_reason)
         if was_in_flight and reason is not DropReason.RUN_ENDED:
             self._tell(group, dropped_group_name(reason, filter_reason))
+
+    def _count_not_trained(self, reason: DropReason, rollout: RolloutSummary) -> None:
+        self.events.count(f"tokens_not_trained/{reason}", rollout.sampled_tokens)
+
+    def _note_cancelled(self, outcome: Outcome) -> None:
+        """Note the tokens of a rollout whose group was dropped while it ran."""
+        if (
+            isinstance(outcome, FailedRollout)
+            and outcome.reason is FailureReason.GROUP_DROPPED
+            and outcome.partial is not None
+        ):
+            self._selection.note_cancelled(outcome.partial)
+            self.events.count(
+                f"tokens_not_trained/{outcome.reason}", outcome.partial.sampled_tokens
+            )
 
     def _tell(self, group: OpenGroup, dropped: str = "") -> None:
         """Report how the group ended to the history of the task and the task source:

@@ -46,8 +46,6 @@ class OpenGroup:
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
     """Buffer's version when the current attempt was last leased, by index. No token of
     it is older."""
-    passed_over: bool = False
-    """Whether it was ready when a full batch was taken without it."""
     source_id: str = ""
     """Task id from the task source; `task_id` may have a number appended. "" in
     snapshots of runs from before this field."""

@@ -14,6 +14,7 @@ has the rewards of the turns that follow it. The advantage of a reward is comput
 rewards of its own kind (`comparison.py`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -46,8 +47,10 @@ from invrl.types.extra_columns import ExtraColumn
 from invrl.types.groups import Group
 from invrl.types.rollouts import Rollout, RolloutSummary
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
+from invrl.types.token_ages import TokenAges
 from invrl.types.top_logprobs import TopLogprobs
 from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 from invrl.user_code.plugins import takes_keyword
 
 REWARDS_COLUMN = "rewards"
@@ -67,6 +70,8 @@ def build_batch(
     use: RewardUse = "replace",
     extra_columns: Iterable[ExtraColumn] = (),
     rules: CreditRules = PLAIN_RULES,
+    max_staleness: int = 0,
+    masks_stale: bool = False,
 ) -> TrainBatch:
     """Build samples with their advantages, in the order of the groups. A reward's
     advantage is written to each trained token that it counts for. A rollout counts once
@@ -83,6 +88,9 @@ def build_batch(
     (`credited_groups.py`), and whiten the advantages afterwards. With
     `rules.token_level` the advantages are 0, and samples have the column "rewards"
     instead (`token_rewards.py`).
+
+    With `masks_stale`, tokens more than `max_staleness` versions older than the batch's
+    version are context; a sample without any other is left out.
 
     Every sample has each of the `extra_columns`, even if its rollout was given no
     numbers: those of tokens and turns as a column, those of rollouts as a number.
@@ -102,13 +110,28 @@ def build_batch(
         )
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float64]] = []
+    oldest = WeightVersion(0)
+    if masks_stale:
+        oldest = WeightVersion(max(0, taken.version - max_staleness))
+    tokens_by_age: Counter[int] = Counter()
+    num_masked_tokens = num_masked_samples = 0
     for group in groups:
         for summary in group.trained():
             rollout = rollouts_by_session.get(summary.session_id)
             if rollout is None:
                 place = f"session {summary.session_id} of group {summary.group_id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
-            for row in _rows(rollout, declared_columns):
+            for row in _rows(rollout, declared_columns, oldest):
+                ages, numbers = np.unique(
+                    taken.version - row.versions_T, return_counts=True
+                )
+                tokens_by_age.update(
+                    dict(zip(ages.tolist(), numbers.tolist(), strict=True))
+                )
+                num_masked_tokens += row.num_masked
+                if not row.sample.loss_mask_T.any():
+                    num_masked_samples += 1
+                    continue
                 sample = row.sample
                 if summary.session_id in group.shaping:
                     numbers = {
@@ -146,6 +169,12 @@ def build_batch(
         version=taken.version,
         samples=tuple(samples),
         advantages=tuple(advantages_T.astype(np.float32) for advantages_T in whitened),
+        ages=TokenAges(
+            bound=max_staleness,
+            tokens=dict(tokens_by_age),
+            masked_tokens=num_masked_tokens,
+            masked_samples=num_masked_samples,
+        ),
     )
 
 
@@ -176,7 +205,7 @@ def _with_token_rewards(
 def rows_of(rollout: Rollout) -> list[TrainSample]:
     """Return the samples of a rollout, without extra columns, whether or not it was
     trained."""
-    return [row.sample for row in _rows(rollout, ())]
+    return [row.sample for row in _rows(rollout, (), WeightVersion(0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -191,11 +220,19 @@ class _Branch:
 class _Row:
     branch: _Branch
     sample: TrainSample
+    versions_T: NDArray[np.int32]
+    """Versions of its tokens that are trained or masked, without the others."""
+    num_masked: int
+    """Tokens that are older than the oldest version to train."""
 
 
-def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
+def _rows(
+    rollout: Rollout, extra_columns: Sequence[ExtraColumn], oldest: WeightVersion
+) -> list[_Row]:
     """Return the samples of a rollout. A trajectory becomes no sample if another
-    trajectory continues it, or if all its turns are trained in earlier samples."""
+    trajectory continues it, or if all its turns are trained in earlier samples. Tokens
+    of versions before `oldest` are masked, which may leave a sample nothing to
+    train."""
     branches = _branches(rollout)
     continued_ids: set[str] = set()
     for branch in branches:
@@ -210,9 +247,19 @@ def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
         new_ids = trainable_ids - trained_ids
         if not new_ids:
             continue
-        sample = _training_sample(rollout, branch, new_ids, extra_columns)
-        if sample.loss_mask_T.any():
-            rows.append(_Row(branch=branch, sample=sample))
+        versions_T = np.concatenate(
+            [turn.versions_T for turn in branch.row_turns if turn.id in new_ids]
+        )
+        num_masked = int((versions_T < oldest).sum())
+        sample = _training_sample(rollout, branch, new_ids, extra_columns, oldest)
+        if num_masked or sample.loss_mask_T.any():
+            row = _Row(
+                branch=branch,
+                sample=sample,
+                versions_T=versions_T,
+                num_masked=num_masked,
+            )
+            rows.append(row)
             trained_ids |= new_ids
     return rows
 
@@ -242,10 +289,11 @@ def _training_sample(
     branch: _Branch,
     trained_ids: set[str],
     extra_columns: Sequence[ExtraColumn],
+    oldest: WeightVersion,
 ) -> TrainSample:
     """Build the sample of a trajectory. The sampled tokens of the turns in
-    `trained_ids` are trained; all other tokens are context, with log-prob 0 and version
-    -1."""
+    `trained_ids` are trained, from the version `oldest` on; all other tokens are
+    context, with log-prob 0 and version -1."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -271,7 +319,7 @@ def _training_sample(
         logprobs.append(turn.logprobs_T)
         versions.append(np.full(num_context, -1, np.int32))
         versions.append(turn.versions_T)
-    mask_T = np.concatenate(masks)
+    mask_T = np.concatenate(masks) & (np.concatenate(versions) >= oldest)
     mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
     logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
     versions_T = np.where(mask_T, np.concatenate(versions), -1)

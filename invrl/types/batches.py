@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from invrl.types.fields import same_length
 from invrl.types.groups import Group
 from invrl.types.routed_experts import RoutedExperts
+from invrl.types.token_ages import TokenAges
 from invrl.types.top_logprobs import TopLogprobs
 from invrl.types.weights import WeightVersion
 
@@ -162,6 +163,8 @@ class TrainBatch:
     counts: TrainedCounts | None = None
     """Counts of the whole mini-batch of which these samples are a share. None: they are
     all of it."""
+    ages: TokenAges | None = None
+    """Ages of the whole batch's tokens. None: no engine sampled them."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):

@@ -51,7 +51,7 @@ class DropReason(StrEnum):
 
     STALE = "stale"
     """A token of the group is more than `max_staleness` versions older than the
-    trainer."""
+    trainer (`when_stale` "drop")."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards are equal in every comparison of the group, so all advantages are
     0."""
@@ -61,9 +61,6 @@ class DropReason(StrEnum):
     FILTERED = "filtered"
     """The group filter dropped the group for another reason than `ZERO_VARIANCE`, or
     raised; or the group has no token to train."""
-    OVER_SAMPLED = "over_sampled"
-    """The group was ready but not part of a full batch, and has become too old
-    since."""
     REPLACED = "replaced"
     """The attempt failed alone: the place is leased again for the next attempt."""
     TOKENS_LOST = "tokens_lost"

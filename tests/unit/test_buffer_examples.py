@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from small_buffer import complete, failure, lease_all, make, summary, tasks
 
-from invrl.buffer.admission import admission_limit
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import WhenStale
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function, nonzero_variance
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
@@ -44,9 +44,6 @@ def test_number_of_open_groups_is_bounded_by_staleness(
 ) -> None:
     buffer = make(staleness=staleness, over=over, batch=3)
     assert len(lease_all(buffer)) == expected
-    assert expected == admission_limit(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over), 3
-    )
 
 
 def test_bound_0_leases_nothing_between_take_and_advance() -> None:
@@ -76,7 +73,7 @@ def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(
     """In a rolling update engines differ by a version, so a rollout may have tokens of
     both. It is taken once the last engine holds the newer version, if the bound admits
     the older one."""
-    buffer = make(staleness=staleness)
+    buffer = make(staleness=staleness, when_stale="drop")
     lease = lease_all(buffer)[0]
     complete(buffer, lease.group_id, oldest=0, newest=1)
     assert buffer.take() is None
@@ -301,7 +298,7 @@ def test_batch_is_taken_only_after_the_canary_of_its_version() -> None:
 def test_oldest_token_of_a_group_decides_whether_it_is_stale() -> None:
     """Bound 1, trainer at 2: a rollout that began under 0 is too old, whatever it ended
     under."""
-    buffer = make(staleness=1, batch=1)
+    buffer = make(staleness=1, batch=1, when_stale="drop")
     leases = lease_all(buffer)
     assert [lease.group_id for lease in leases] == ["g0", "g1"]
     buffer.advance(WeightVersion(2))
@@ -314,7 +311,7 @@ def test_oldest_token_of_a_group_decides_whether_it_is_stale() -> None:
 
 
 def test_group_with_one_stale_member_is_dropped_at_once() -> None:
-    buffer = make(staleness=0, batch=1)
+    buffer = make(staleness=0, batch=1, when_stale="drop")
     buffer.lease()
     buffer.record(summary("g0", 0))
     buffer.advance(WeightVersion(1))
@@ -323,7 +320,7 @@ def test_group_with_one_stale_member_is_dropped_at_once() -> None:
 
 
 def test_a_group_is_as_old_as_the_oldest_token_of_all_its_rollouts() -> None:
-    buffer = make(staleness=1, batch=1)
+    buffer = make(staleness=1, batch=1, when_stale="drop")
     buffer.lease()
     buffer.record(summary("g0", 0, oldest=0, newest=0))
     buffer.advance(WeightVersion(1))
@@ -351,20 +348,96 @@ def test_older_groups_are_taken_first() -> None:
     assert taken == ["g1", "g2", "g3"]
 
 
-def test_groups_left_over_by_a_full_batch_are_dropped_as_over_sampled() -> None:
-    buffer = make(staleness=0, over=2, batch=1)
-    assert len(lease_all(buffer)) == 3
-    complete(buffer, "g0")
-    complete(buffer, "g1")
+def train_next(buffer: GroupBuffer) -> list[str]:
+    """Take and train a batch, and advance by a version. Return the batch's groups."""
     batch = buffer.take()
     assert batch is not None
     buffer.trained(batch.batch_id)
-    buffer.advance(WeightVersion(1))
-    complete(buffer, "g2")  # finished too late for any batch
+    buffer.advance(WeightVersion(batch.version + 1))
+    return [group.id for group in batch.groups]
+
+
+def test_groups_left_over_by_a_full_batch_come_next() -> None:
+    buffer = make(staleness=1, over=1, batch=1)
+    assert len(lease_all(buffer)) == 3
+    for group_id in ("g0", "g1", "g2"):
+        complete(buffer, group_id)
+    taken = [train_next(buffer) for _ in range(3)]
+    assert taken == [["g0"], ["g1"], ["g2"]]  # the last two versions old, one beyond
     metrics = values(buffer)
-    assert metrics["groups_dropped/over_sampled"] == 1
-    assert metrics["groups_dropped/stale"] == 1
-    assert metrics["groups_trained"] == 1
+    assert metrics["groups_trained"] == 3
+    assert not buffer.events.dropped
+
+
+@pytest.mark.parametrize("when_stale", ["train", "mask"])
+def test_slow_group_is_trained_whatever_its_age(when_stale: WhenStale) -> None:
+    buffer = make(staleness=1, batch=1, when_stale=when_stale)
+    lease_all(buffer)
+    for version in range(4):
+        complete(buffer, f"g{version + 1}", oldest=version, newest=version)
+        assert train_next(buffer) == [f"g{version + 1}"]
+        lease_all(buffer)
+    assert buffer.suspects() == []
+    complete(buffer, "g0", oldest=0, newest=4)
+    assert train_next(buffer) == ["g0"]
+    assert not buffer.events.dropped
+
+
+def test_batch_waits_for_the_group_that_would_become_too_old() -> None:
+    buffer = make(staleness=1, batch=1, when_stale="wait")
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g0", "g1"]
+    complete(buffer, "g1")
+    assert train_next(buffer) == ["g1"]
+    lease_all(buffer)
+    complete(buffer, "g2", oldest=1, newest=1)
+    assert buffer.take() is None
+    assert "a group in flight would become too old (--when-stale wait)" in str(buffer)
+    complete(buffer, "g0", oldest=0, newest=1)
+    assert train_next(buffer) == ["g0"]
+    assert train_next(buffer) == ["g2"]
+
+
+def test_batch_waits_for_a_retry_beside_which_an_old_rollout_has_finished() -> None:
+    """The running member is young; the group is as old as its finished member."""
+    buffer = make(staleness=1, batch=1, when_stale="wait")
+    lease_all(buffer)
+    buffer.record(summary("g0", 0, oldest=0, newest=0))
+    complete(buffer, "g1")
+    assert train_next(buffer) == ["g1"]
+    buffer.record(failure("g0", 1))
+    lease_all(buffer)
+    complete(buffer, "g2", oldest=1, newest=1)
+    assert buffer.take() is None
+    buffer.record(summary("g0", 1, attempt=1, oldest=1, newest=1))
+    assert train_next(buffer) == ["g0"]
+
+
+def test_admission_by_ready_groups_bounds_only_what_waits_for_the_trainer() -> None:
+    buffer = make(staleness=1, batch=2, admission="ready")
+    leases = [buffer.lease() for _ in range(20)]
+    assert None not in leases
+    complete(buffer, "g0")
+    assert buffer.lease() is not None
+    complete(buffer, "g1")
+    assert buffer.lease() is None  # a batch is ready
+    batch = buffer.take()
+    assert batch is not None
+    assert buffer.lease() is not None  # it is taken: the next one may be sampled
+
+
+def test_tokens_that_were_sampled_and_never_trained_are_counted_by_reason() -> None:
+    buffer = make(staleness=0, batch=1, when_stale="drop", attempts=1)
+    buffer.lease()
+    buffer.record(summary("g0", 0))
+    buffer.advance(WeightVersion(1))
+    stale = summary("g0", 0).sampled_tokens
+    cancelled = replace(
+        failure("g0", 1), reason=FailureReason.GROUP_DROPPED, partial=summary("g0", 1)
+    )
+    buffer.record(cancelled)
+    counted = values(buffer)
+    assert counted["tokens_not_trained/stale"] == stale
+    assert counted["tokens_not_trained/group_dropped"] == stale
 
 
 # ----------------------------------------------------------------- the order of calls

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from small_buffer import failed, finished
 
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import BufferConfig, WhenStale
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
@@ -98,6 +98,7 @@ class BufferMachine(RuleBasedStateMachine):
         group=st.integers(1, 3),
         attempts=st.integers(1, 3),
         over=st.integers(0, 2),
+        when_stale=st.sampled_from(get_args(WhenStale)),
         is_told=st.booleans(),
     )
     def begin(
@@ -107,6 +108,7 @@ class BufferMachine(RuleBasedStateMachine):
         group: int,
         attempts: int,
         over: int,
+        when_stale: WhenStale,
         is_told: bool,
     ) -> None:
         self.is_told = is_told
@@ -121,7 +123,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.batch_size = batch
         self.group_size = group
         self.max_attempts = attempts
-        self.over = over
+        self.when_stale: WhenStale = when_stale
+        # such groups would have to wait for a batch after the next
+        self.over = 0 if when_stale == "wait" else over
         self.entries: list[LedgerEntry] = []
         self.buffer = self.new_buffer()
         self.version = 0
@@ -144,7 +148,11 @@ class BufferMachine(RuleBasedStateMachine):
             return without_variance(group)  # type: ignore[call-arg]
 
         return GroupBuffer(
-            BufferConfig(max_staleness=self.staleness, over_sampling_groups=self.over),
+            BufferConfig(
+                max_staleness=self.staleness,
+                over_sampling_groups=self.over,
+                when_stale=self.when_stale,
+            ),
             RolloutConfig(
                 rollout_batch_size=self.batch_size,
                 n_samples_per_prompt=self.group_size,
@@ -189,9 +197,9 @@ class BufferMachine(RuleBasedStateMachine):
                 place = Place(group.id, rollout.index, rollout.attempt)
                 assert place not in self.ever_taken, "in two batches"
                 self.ever_taken.add(place)
-                assert self.version - rollout.oldest_version <= self.staleness, (
-                    "too stale"
-                )
+                if self.when_stale in ("wait", "drop"):
+                    age = self.version - rollout.oldest_version
+                    assert age <= self.staleness, "too stale"
                 assert rollout.newest_version <= self.buffer.version, (
                     "its canary has not passed"
                 )
@@ -274,8 +282,8 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def look_at_what_runs(self, data: st.DataObject) -> None:
         """What rollouts that run have sampled so far, each at its lease's version or a
-        newer one, is told for all suspects. A group is dropped exactly when such a
-        version is too old."""
+        newer one, is told for all suspects. Where stale groups are dropped, a group is
+        dropped exactly when such a version is too old."""
         suspects = set(self.buffer.suspects())
         running = {
             place: started
@@ -289,9 +297,12 @@ class BufferMachine(RuleBasedStateMachine):
         too_old = {
             place.group_id
             for place, oldest in sampled.items()
-            if self.version - oldest > self.staleness
+            if self.when_stale == "drop" and self.version - oldest > self.staleness
         }
         assert too_old <= suspects, "nobody would look"
+        if self.when_stale != "drop":
+            assert not suspects
+            return
         earlier = {
             place: max(0, place.attempt - 1) for place in sampled if place.attempt
         }
@@ -486,6 +497,11 @@ class BufferMachine(RuleBasedStateMachine):
         assert under_way + taken <= limit
 
     @invariant()
+    def no_group_is_dropped_for_its_age_unless_that_is_the_rule(self) -> None:
+        if self.when_stale != "drop":
+            assert not self.buffer.events.dropped["stale"]
+
+    @invariant()
     def nothing_trained_was_not_taken(self) -> None:
         trained = {e.place for e in self.entries if e.state is RolloutState.TRAINED}
         assert trained <= self.ever_taken
@@ -501,16 +517,20 @@ TestBufferMachine = BufferMachine.TestCase
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("over", [0, 2])
+@pytest.mark.parametrize(
+    ("when_stale", "over"), [("drop", 0), ("drop", 2), ("wait", 0)]
+)
 def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
-    staleness: int, over: int
+    staleness: int, when_stale: WhenStale, over: int
 ) -> None:
     """Fifty steps with a third of the rollouts failing or equal, the engine always one
     lease behind: no step starves, no group waits longer than the bound, and every drop
     has its reason."""
     entries: list[LedgerEntry] = []
     buffer = GroupBuffer(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+        BufferConfig(
+            max_staleness=staleness, over_sampling_groups=over, when_stale=when_stale
+        ),
         RolloutConfig(
             rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_attempts=2
         ),

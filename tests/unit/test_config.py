@@ -484,6 +484,43 @@ def test_configuration_is_frozen() -> None:
             "KV cache",
             "--engine.max",
         ),
+        (
+            ["--over-sampling-groups", "2"],
+            "buffer.over_sampling_groups",
+            "one version old",
+            "--max-staleness",
+        ),
+        (
+            ["--when-stale", "mask"],
+            "buffer.when_stale",
+            "as new as the weights",
+            "--max-staleness",
+        ),
+        (
+            ["--admission", "ready"],
+            "buffer.admission",
+            "no group is sampled before",
+            "--max-staleness",
+        ),
+        (
+            ["--max-staleness", "2", "--when-stale", "wait", "--admission", "ready"],
+            "buffer.admission",
+            "wait for a batch too long",
+            "--when-stale",
+        ),
+        (
+            [
+                "--max-staleness",
+                "2",
+                "--when-stale",
+                "wait",
+                "--over-sampling-groups",
+                "1",
+            ],
+            "buffer.over_sampling_groups",
+            "wait for a batch too long",
+            "--when-stale",
+        ),
         (["--colocate", "--debug-rollout-only"], "run.colocate", "not both", "leave"),
         (
             ["--colocate", "--debug-train-only", "--load-rollout-data", "x"],

@@ -1,5 +1,5 @@
-"""A group is stale as soon as a rollout that still runs holds a token that is too old:
-nobody waits until a member of it has finished."""
+"""Where stale groups are dropped, a group is stale as soon as a rollout that still runs
+holds a token that is too old: nobody waits until a member of it has finished."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def endless() -> Iterator[Task]:
 
 def make_buffer(*, staleness: int = 0, over: int = 1) -> GroupBuffer:
     return GroupBuffer(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+        BufferConfig(
+            max_staleness=staleness, over_sampling_groups=over, when_stale="drop"
+        ),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
         tasks=endless(),
         group_filter=lambda group: None,
@@ -122,7 +124,7 @@ async def buffering(
     path: Path, *, trains_all_roots: bool = True
 ) -> AsyncIterator[BufferActor]:
     actor = BufferActor(
-        BufferConfig(max_staleness=0),
+        BufferConfig(max_staleness=0, when_stale="drop"),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
         tasks_factory=endless,
         run_store_path=path,

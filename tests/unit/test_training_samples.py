@@ -22,8 +22,10 @@ from invrl.buffer.group_filters import nonzero_variance
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
-from invrl.types.batches import TakenBatch
+from invrl.observe.metrics.step_metrics import token_age_metrics
+from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.groups import Group
+from invrl.types.metrics import resolve
 from invrl.types.rollouts import Rollout
 from invrl.types.turns import Turn
 from invrl.types.weights import WeightVersion
@@ -139,6 +141,51 @@ def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> Non
         assert row.versions_T[mask_T].tolist() == versions
         assert (row.versions_T[~mask_T] == -1).all()
         assert (row.rollout_logprobs_T[~mask_T] == 0).all()
+
+
+# ----------------------------------------------------------------- old tokens
+
+
+def batch_of_two_ages(*, masks_stale: bool) -> TrainBatch:
+    """A batch of version 7: a conversation of turns of versions 4 and 6, and one of
+    version 3; tokens may be two versions old."""
+    batch = taken(("g", [0.0, 1.0]))
+    first, second = batch.groups[0].rollouts_G
+    a = turn("a", None, [1], [2, 3], version=4)
+    b = turn("b", "a", [4], [5], version=6)
+    old = turn("c", None, [6], [7], version=3)
+    rollouts = [rollout([a, b], of=first), rollout([old], of=second)]
+    return build_batch(
+        batch, rollouts, dr_grpo, 1e-4, max_staleness=2, masks_stale=masks_stale
+    )
+
+
+def test_old_tokens_are_context_where_they_are_masked() -> None:
+    batch = batch_of_two_ages(masks_stale=True)
+    (sample,) = batch.samples
+    assert sample.tokens_T.tolist() == [1, 2, 3, 4, 5]
+    assert sample.loss_mask_T.tolist() == [False] * 4 + [True]
+    assert sample.versions_T.tolist() == [-1] * 4 + [6]
+    assert sample.rollout_logprobs_T[:4].tolist() == [0] * 4
+    assert [row_T.tolist() for row_T in batch.advantages] == [[0, 0, 0, 0, -0.5]], (
+        "the rollout without a token left still counts in the baseline"
+    )
+
+
+@pytest.mark.parametrize("masks_stale", [True, False])
+def test_ages_of_a_batch_include_its_masked_tokens(masks_stale: bool) -> None:
+    batch = batch_of_two_ages(masks_stale=masks_stale)
+    assert batch.ages is not None
+    assert batch.ages.tokens == {1: 1, 3: 2, 4: 1}
+    assert resolve(token_age_metrics(batch)) == {
+        "token_age_mean": 11 / 4,
+        "token_age_p99": 4,
+        "token_age_beyond_share": 3 / 4,
+        "tokens_masked": 3 if masks_stale else 0,
+        "samples_masked": 1 if masks_stale else 0,
+    }
+    trained = 1 if masks_stale else 4
+    assert sum(int(sample.loss_mask_T.sum()) for sample in batch.samples) == trained
 
 
 # ----------------------------------------------------------------- batches

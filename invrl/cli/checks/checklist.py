@@ -159,6 +159,7 @@ CHECKS = (
     _of_settings("labels", task_checks.check_held_out_labels, EVAL),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
+    _of_settings("lost rollouts", settings_checks.check_lost_rollouts, TRAIN),
     _of_settings(
         "magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True
     ),

@@ -137,6 +137,17 @@ def check_off_policy(config: Config) -> None:
         raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
 
 
+def check_lost_rollouts(config: Config) -> None:
+    """Find a rule that trains mainly on short rollouts."""
+    if config.buffer.when_stale == "drop" and config.buffer.max_staleness:
+        reason = (
+            "a group is dropped if one of its rollouts takes long, so the policy is trained on shorter replies "
+            "than its tasks have (by a quarter in a simulation with lognormal lengths)"
+        )
+        fix = "leave it out: train, mask and wait drop none"
+        raise Doubt("buffer.when_stale", config.buffer.when_stale, reason, fix)
+
+
 _USUAL = {
     "train.lr": (1e-8, 1e-3),
     "critic.lr": (1e-8, 1e-2),

@@ -211,6 +211,22 @@ _OF_STEPS = (
         row_key="rollout/staleness_max",
     ),
     Family(
+        name="invrl_token_age_mean",
+        help="Mean age of the trained tokens",
+        unit="weight versions",
+        row_key="rollout/token_age_mean",
+    ),
+    Family(
+        name="invrl_token_age_beyond_ratio",
+        help="Share of tokens older than --max-staleness",
+        row_key="rollout/token_age_beyond_share",
+    ),
+    Family(
+        name="invrl_trained_length_ratio",
+        help="Mean length of trained rollouts over that of all that were asked for",
+        row_key="buffer/trained_length_ratio",
+    ),
+    Family(
         name="invrl_weight_version",
         help="Version of the weights that the engines hold",
         row_key="sync/version",
@@ -256,7 +272,7 @@ _OF_THE_RUN = (
     ),
     Family(
         name="invrl_staleness_bound",
-        help="Largest age that is admitted (--max-staleness)",
+        help="Batches that are sampled ahead (--max-staleness)",
         unit="weight versions",
     ),
     Family(

@@ -158,6 +158,22 @@ def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
     return {"distinct_replies": Sum(len(distinct))}
 
 
+def token_age_metrics(batch: TrainBatch) -> dict[str, Metric]:
+    """Return the ages of the batch's tokens in weight versions: mean, 99th percentile
+    and the share beyond `max_staleness`; and how many tokens and samples are not
+    trained for their age. Empty if no engine sampled the batch."""
+    ages = batch.ages
+    if ages is None:
+        return {}
+    return {
+        "token_age_mean": Mean(ages.total_age, ages.num_tokens),
+        "token_age_p99": Max(ages.percentile(99)),
+        "token_age_beyond_share": Mean(ages.num_beyond, ages.num_tokens),
+        "tokens_masked": Sum(ages.masked_tokens),
+        "samples_masked": Sum(ages.masked_samples),
+    }
+
+
 def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
     """Return the effect of shaping on the final rewards of the trained rollouts:
     `reward_shaping_mean`, `reward_shaping_min`, `reward_shaping_max`, and

@@ -15,6 +15,10 @@ from typing import Any, Literal
 
 from invrl.observe.metrics.collapse import COLLAPSE_METRICS, collapse
 from invrl.observe.metrics.metrics_table import MetricsTable
+from invrl.observe.metrics.trained_and_asked import (
+    SELECTION_METRICS,
+    trained_and_asked,
+)
 from invrl.observe.status.outcome import outcome_line, telling_metrics
 from invrl.store.run_folder import RunFolder
 
@@ -109,7 +113,8 @@ class RunFiles:
         )
 
     def notes(self) -> list[str]:
-        """Return notes about unreadable parts and a collapsed policy."""
+        """Return notes about unreadable parts, a collapsed policy, and trained rollouts
+        that differ from those asked for."""
         notes = [self.settings_error]
         if self.metrics.damaged_lines:
             notes.append(
@@ -118,4 +123,6 @@ class RunFiles:
         if self.metrics.ends_incomplete and not self.folder.is_worked_in():
             notes.append("the last line of metrics.jsonl is incomplete and left out")
         notes.append(collapse(self.metrics.rows(COLLAPSE_METRICS)))
+        for row in self.metrics.rows(SELECTION_METRICS)[-1:]:
+            notes.append(trained_and_asked(row))
         return [note for note in notes if note]

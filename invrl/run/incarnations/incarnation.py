@@ -442,6 +442,8 @@ class _TrainingRun:
                 self.config.rollout.max_new_tokens,
                 success_reward=self.config.buffer.success_reward,
             ),
+            max_staleness=self.config.buffer.max_staleness,
+            masks_stale=self.config.buffer.when_stale == "mask",
         )
         teacher = self.config.algorithm.teacher
         if teacher is None or teacher.url is None:

@@ -26,8 +26,10 @@ from invrl.observe.metrics.step_metrics import (
     rollout_metrics,
     shaping_metrics,
     time_metrics,
+    token_age_metrics,
     update_metrics,
 )
+from invrl.observe.metrics.trained_and_asked import trained_and_asked
 from invrl.observe.sinks.phases import observed_phase
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.checkpoints.save_schedule import SaveSchedule
@@ -136,7 +138,7 @@ async def run_loop(
         parts.learner.schedule.begin()
     saved_step = done
     rows = list(parts.earlier_rows)
-    has_collapsed = False
+    has_collapsed = has_parted = False
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         try:
@@ -157,7 +159,12 @@ async def run_loop(
         if parts.score is not None:
             with phases.within("teacher"):
                 batch = await parts.score(step, batch)
-        metrics = rollout_metrics(taken) | reply_metrics(batch) | shaping_metrics(batch)
+        metrics = {
+            **rollout_metrics(taken),
+            **reply_metrics(batch),
+            **shaping_metrics(batch),
+            **token_age_metrics(batch),
+        }
         values = resolve(metrics, "rollout/")
 
         if parts.learner is None:
@@ -193,6 +200,10 @@ async def run_loop(
         if collapsed and not has_collapsed:
             parts.observer.note(f"step {step}: {collapsed}")
         has_collapsed = has_collapsed or bool(collapsed)
+        parted = trained_and_asked(values)
+        if parted and not has_parted:
+            parts.observer.note(f"step {step}: {parted}")
+        has_parted = bool(parted)
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
                 parts.observer.note(text)

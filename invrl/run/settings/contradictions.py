@@ -376,6 +376,29 @@ def _batch(config: Config) -> Contradictions:
         )
 
 
+def _staleness(config: Config) -> Contradictions:
+    """Rules for old tokens that nothing would obey, or that cannot be obeyed."""
+    buffer = config.buffer
+    if buffer.max_staleness == 0:
+        fix = "set --max-staleness to 1 or more"
+        if buffer.over_sampling_groups:
+            reason = "the groups that a batch does not need would be one version old in the next one"
+            yield "buffer.over_sampling_groups", reason, f"{fix}, or leave it out"
+        if buffer.when_stale == "mask":
+            reason = "with --max-staleness 0 every token is as new as the weights"
+            yield "buffer.when_stale", reason, f"{fix}, or leave it out"
+        if buffer.admission == "ready":
+            reason = "with --max-staleness 0 no group is sampled before the last one is trained"
+            yield "buffer.admission", reason, f"{fix}, or leave it out"
+    elif buffer.when_stale == "wait":
+        reason = "so many groups may be under way that some would have to wait for a batch too long"
+        fix = "use --when-stale train or mask"
+        if buffer.over_sampling_groups:
+            yield "buffer.over_sampling_groups", reason, fix
+        if buffer.admission == "ready":
+            yield "buffer.admission", reason, fix
+
+
 def _routing_replay(config: Config) -> Contradictions:
     replay = config.train.routing_replay
     algorithm = config.algorithm
@@ -647,6 +670,7 @@ _WITH_ROLLOUTS = (
     _without_data,
     _schedule,
     _batch,
+    _staleness,
     *WITH_ROLLOUTS,
     _difficulty,
     _routing_replay,
