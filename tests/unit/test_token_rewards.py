@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from handmade_rollouts import rollout, summary, turn
+from training_rows import batch_of_one
 
 from invrl.algorithms.advantages import dr_grpo
 from invrl.algorithms.credit import CreditRules
@@ -15,29 +16,13 @@ from invrl.buffer.config import RewardUse
 from invrl.buffer.token_rewards import token_rewards
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ConfigError
-from invrl.types.batches import TakenBatch
-from invrl.types.groups import Group
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.turns import Turn
-from invrl.types.weights import WeightVersion
 
 ROOT = turn("root", None, [1], [2])
 LEFT = turn("left", "root", [3], [4])
 RIGHT = turn("right", "root", [5], [6])
 """Two branches that begin with the same turn."""
-
-
-def batch_of_one(rollout: RolloutSummary) -> TakenBatch:
-    group = Group(
-        id="g",
-        task_id="t",
-        rollouts_G=(rollout,),
-    )
-    return TakenBatch(
-        batch_id=0,
-        version=WeightVersion(0),
-        groups=(group,),
-    )
 
 
 def rewards_of(
