@@ -205,12 +205,12 @@ def test_unsupported_folder_is_refused_before_transformers_is_loaded(
         f"import sys; from invrl.cli.main import main; code = main({command!r}); "
         "print(code, {'torch', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.splitlines()[-1] == "2 set()", done.stderr
-    assert "'mamba2', which is not supported" in done.stderr
-    assert ", ".join(sorted(FAMILIES)) in done.stderr
+    assert process.stdout.splitlines()[-1] == "2 set()", process.stderr
+    assert "'mamba2', which is not supported" in process.stderr
+    assert ", ".join(sorted(FAMILIES)) in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
