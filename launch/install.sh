@@ -87,7 +87,7 @@ install() {  # arguments as for `pip install`
     say "uv did not succeed: trying pip"
     uv=""
   fi
-  contained "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+  contained "$VENV/bin/python" -m pip install -q --disable-pip-version-check "$@"
 }
 tell_time() {  # pip is silent for minutes
   local none

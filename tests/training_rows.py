@@ -20,18 +20,29 @@ if TYPE_CHECKING:
 
 def training_rows(rollout: Rollout) -> list[TrainSample]:
     """One row for each branch that has untrained tokens left."""
-    summary = rollout.summary
-    group = Group(id=summary.group_id, task_id=summary.task_id, rollouts_G=(summary,))
-    taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    taken = batch_of_one(rollout.summary)
     batch = build_batch(taken, [rollout], dr_grpo, 1e-4)
     return list(batch.samples)
 
 
+def batch_of_one(summary: RolloutSummary) -> TakenBatch:
+    group = Group(
+        id=summary.group_id,
+        task_id=summary.task_id,
+        rollouts_G=(summary,),
+    )
+    return TakenBatch(
+        batch_id=0,
+        version=WeightVersion(0),
+        groups=(group,),
+    )
+
+
 def rows_of_pair(gateway: Running, summary: RolloutSummary) -> list[TrainSample]:
     """The rows of a group that has this recorded rollout twice."""
-    group = Group(id="g", task_id="t", rollouts_G=(summary,))
-    taken = TakenBatch(batch_id=1, version=WeightVersion(0), groups=(group,))
-    batch = build_batch(taken, gateway.store.taken_rollouts(taken), grpo, 1e-4)
+    taken = batch_of_one(summary)
+    rollouts = gateway.store.taken_rollouts(taken)
+    batch = build_batch(taken, rollouts, grpo, 1e-4)
     return list(batch.samples)
 
 
@@ -41,9 +52,12 @@ def row_of_turns(*turns: tuple[str, int, int, bool]) -> TrainSample:
     mask: list[bool] = []
     spans: list[tuple[int, int]] = []
     for _, num_context, num_sampled, is_trained in turns:
+        start = len(mask) + num_context
+        end = start + num_sampled
+        spans.append((start, end))
         mask += [False] * num_context
-        spans.append((len(mask), len(mask) + num_sampled))
-        mask += [is_trained and bool(mask)] + [is_trained] * (num_sampled - 1)
+        mask += [is_trained] * num_sampled
+    mask[0] = False  # nothing predicts the first token
     mask_T = np.array(mask)
     return TrainSample(
         tokens_T=np.arange(len(mask), dtype=np.int32),

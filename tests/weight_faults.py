@@ -512,9 +512,9 @@ class FaultyFleet:
     async def update(self) -> WeightUpdate:
         """Train, and give the result to the engines, under the next version."""
         self.sender.change()
-        done = await self.run(WeightVersion(FaultyFleet.next_version))
+        outcome = await self.run(WeightVersion(FaultyFleet.next_version))
         FaultyFleet.next_version += 1
-        return done
+        return outcome
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         update = await self.transaction.run(version)
@@ -636,8 +636,8 @@ async def run_engine_row(
     assert list(update.lost_engines) == [victim.name], update.lost_engines
     assert set(old.values()).isdisjoint(sender.checksums().values())
     await fleet.expect(sender.checksums())
-    done = await fleet.update()
-    assert done.lost_engines == {}
+    outcome = await fleet.update()
+    assert outcome.lost_engines == {}
     await fleet.expect(sender.checksums())
 
 

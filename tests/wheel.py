@@ -18,13 +18,13 @@ def build_wheel(folder: Path) -> Path:
     copy.mkdir()
     for name in _SOURCES:
         subprocess.run(["cp", "-a", str(ROOT / name), str(copy / name)], check=True)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _BUILD, str(folder)],
         cwd=copy,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     [wheel] = folder.glob("*.whl")
     return wheel

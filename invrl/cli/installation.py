@@ -35,7 +35,7 @@ def install_command(*, gpu: bool) -> str:
     if gpu:
         device = "gpu"
     if _INSTALL_SCRIPT.is_file():
-        return f"INVRL_DEVICE={device} {_INSTALL_SCRIPT}"
+        return f"INVRL_DEVICE={device} {shlex.quote(str(_INSTALL_SCRIPT))}"
     return f"invrl install --device {device}"
 
 
@@ -124,7 +124,6 @@ def _installer() -> list[str]:
     uv = shutil.which("uv")
     if uv is None:
         reason = "this Python has no pip, and there is no uv on PATH"
-        raise ConfigError(
-            "install", sys.executable, reason, f"run: {sys.executable} -m ensurepip"
-        )
+        fix = f"run: {shlex.join([sys.executable, '-m', 'ensurepip'])}"
+        raise ConfigError("install", sys.executable, reason, fix)
     return [uv, "pip", "install", "--python", sys.executable]

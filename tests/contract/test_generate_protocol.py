@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,71 +33,103 @@ from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
 
 END = 2
-
-
-@pytest.fixture(
-    params=["fake", "scripted", "scripted behind a tap", "real", "real behind smg"]
+PROMPT = [5, 6, 7, 8]
+SERVERS = (
+    "fake",
+    "scripted",
+    "scripted behind a tap",
+    "real",
+    "real behind smg",
 )
+STAND_IN_LIMITS = EngineLimits(vocab_size=512, context_length=2048)
+
+
+@pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, server: str) -> Fleet | str:
-    """The real fleet, or the name of a stand-in."""
-    if not server.startswith("real"):
-        return server
-    return request.getfixturevalue("tiny_fleet")
+def fleet(request: pytest.FixtureRequest, server: str) -> Fleet | None:
+    """None where a stand-in replies."""
+    if server.startswith("real"):
+        return request.getfixturevalue("tiny_fleet")
+    return None
 
 
 @pytest.fixture
 def router(
-    request: pytest.FixtureRequest, server: str, fleet: Fleet | str
+    request: pytest.FixtureRequest,
+    server: str,
+    fleet: Fleet | None,
 ) -> RouterServer | None:
     """In front of the real fleet."""
     if server == "real behind smg":
         return request.getfixturevalue("smg_router")
-    return fleet.router if isinstance(fleet, Fleet) else None
+    if fleet is None:
+        return None
+    return fleet.router
 
 
 @pytest.fixture
-async def engine(
-    fleet: Fleet | str, tiny_model: Path
+async def stand_in(
+    server: str,
+    fleet: Fleet | None,
+    tiny_model: Path,
 ) -> AsyncIterator[FakeEngine | None]:
-    """The stand-in; None where the fleet is real."""
-    if isinstance(fleet, Fleet):
+    """None where the fleet is real."""
+    if fleet is not None:
         yield None
         return
-    stand_in: FakeEngine = ScriptedEngine(text_by_prompt, tiny_model)
-    if fleet == "fake":
-        stand_in = FakeEngine(reply_by_prompt(tokens=100))
-    async with stand_in as engine:
+    engine: FakeEngine
+    if server == "fake":
+        engine = FakeEngine(reply_by_prompt(tokens=100))
+    else:
+        engine = ScriptedEngine(text_by_prompt, tiny_model)
+    async with engine:
         yield engine
 
 
 @pytest.fixture
+async def url(
+    server: str,
+    router: RouterServer | None,
+    stand_in: FakeEngine | None,
+) -> AsyncIterator[str]:
+    if router is not None:
+        yield router.url
+        return
+    assert stand_in is not None
+    if not server.endswith("tap"):
+        yield stand_in.url
+        return
+    async with EngineTap(stand_in.url) as tap:
+        yield tap.url
+
+
+@pytest.fixture
 async def client(
-    fleet: Fleet | str, router: RouterServer | None, engine: FakeEngine | None
+    url: str,
+    fleet: Fleet | None,
+    router: RouterServer | None,
 ) -> AsyncIterator[SglangClient]:
-    async with contextlib.AsyncExitStack() as stack:
-        if isinstance(fleet, Fleet):
-            assert router is not None
-            url = router.url
-            key = router.api_key
-            limits = fleet.limits
-        else:
-            assert engine is not None
-            url = engine.url
-            key = ""
-            limits = EngineLimits(vocab_size=512, context_length=2048)
-            if fleet.endswith("tap"):
-                url = (await stack.enter_async_context(EngineTap(url))).url
-        yield await stack.enter_async_context(
-            SglangClient(url, limits=limits, api_key=key)
-        )
+    key = ""
+    limits = STAND_IN_LIMITS
+    if router is not None:
+        key = router.api_key
+    if fleet is not None:
+        limits = fleet.limits
+    connection = SglangClient(url, limits=limits, api_key=key)
+    async with connection:
+        yield connection
 
 
-def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
+def ask(
+    prompt: list[int],
+    *,
+    tokens: int = 6,
+    **changes,
+) -> GenerateRequest:
     values = {
         "rid": secrets.token_hex(8),
         "input_ids_T": np.array(prompt, np.int32),
@@ -110,8 +142,20 @@ def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
     return GenerateRequest(**values)
 
 
+def greedy(*, tokens: int) -> Sampling:
+    return Sampling(temperature=0.0, max_new_tokens=tokens)
+
+
+def random_prompt(length: int) -> list[int]:
+    """Ids of ordinary tokens, which no cache has seen."""
+    return [20 + secrets.randbelow(400) for _ in range(length)]
+
+
 async def reply(
-    client: SglangClient, request: GenerateRequest, *, stream: bool
+    client: SglangClient,
+    request: GenerateRequest,
+    *,
+    stream: bool,
 ) -> GenerateResult:
     if not stream:
         return await client.generate(request)
@@ -119,116 +163,167 @@ async def reply(
     return result
 
 
-def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
-    ends = [span.end for span in spans]
-    return [span.start for span in spans] == [0, *ends[:-1]] and ends[-1] == length
+def assert_spans_cover(
+    spans: tuple[VersionSpan, ...],
+    length: int,
+) -> None:
+    """Every token has one version: the spans leave no gap and do not overlap."""
+    start = 0
+    for span in spans:
+        assert span.start == start
+        start = span.end
+    assert start == length
 
 
-async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient):
-    prompt = [secrets.randbelow(400) + 20 for _ in range(40)]
-    result = await client.generate(ask(prompt))
+def versions_of(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
+    """One per token."""
+    versions: list[int] = []
+    for span in spans:
+        length = span.end - span.start
+        versions += [span.version] * length
+    return np.array(versions, np.int32)
+
+
+class TrackedEvents:
+    """What a client told its `VersionTracker` of each event of a stream."""
+
+    def __init__(self) -> None:
+        self.label_by_token: list[int] = []
+        self.has_spans: list[bool] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        add = VersionTracker.add
+
+        def record_and_add(
+            tracker: VersionTracker,
+            label: str,
+            num_new_tokens: int,
+            spans: Sequence[EngineSpan] | None,
+        ) -> None:
+            self.label_by_token += [int(label)] * num_new_tokens
+            self.has_spans.append(spans is not None)
+            add(tracker, label, num_new_tokens, spans)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VersionTracker, "add", record_and_add)
+            yield
+
+
+async def current_version(fleet: Fleet | None) -> int:
+    """A stand-in begins with version 0."""
+    if fleet is None:
+        return 0
+    [engine] = fleet.engines.values()
+    return int(await engine.client.weight_version())
+
+
+async def rename(
+    fleet: Fleet | None,
+    stand_in: FakeEngine | None,
+    version: int,
+) -> None:
+    """Give the engine's weights a new version while it generates."""
+    if fleet is None:
+        assert stand_in is not None
+        stand_in.version = version
+        return
+    [engine] = fleet.engines.values()
+    await engine.client.name_weights(WeightVersion(version))
+
+
+async def test_a_whole_reply_has_ids_logprobs_and_versions(
+    client: SglangClient,
+):
+    request = ask(random_prompt(40))
+    result = await client.generate(request)
     assert result.prompt_tokens == 40
     assert result.finish_reason == "length"
     assert result.matched_stop is None
-    assert len(result.ids_T) == len(result.logprobs_T) == 6
+    assert len(result.ids_T) == 6
+    assert len(result.logprobs_T) == 6
     assert result.ids_T.dtype == np.int32
     assert result.logprobs_T.dtype == np.float32
     assert np.all(result.logprobs_T <= 0)
-    assert tiles(result.spans, 6)
+    assert_spans_cover(result.spans, 6)
 
 
-async def test_stream_pieces_join_to_the_whole_reply(client: SglangClient):
+async def test_stream_pieces_join_to_the_whole_reply(
+    client: SglangClient,
+):
     """SGLang makes one piece of tokens that its HTTP process was late for, so that they
     are fewer on a busy machine."""
-    chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=90)))
+    request = ask(PROMPT, tokens=90)
+    chunks, result = await collect(client.stream(request))
     assert len(chunks) >= 4
-    seen = 0
+    num_tokens = 0
     for chunk in chunks:
-        assert 0 < len(chunk.ids_T) == len(chunk.logprobs_T)
-        seen += len(chunk.ids_T)
-        assert tiles(chunk.spans, seen)
-    assert tiles(result.spans, 90)
-    assert seen == 90
+        num_new_tokens = len(chunk.ids_T)
+        assert num_new_tokens > 0
+        assert num_new_tokens == len(chunk.logprobs_T)
+        num_tokens += num_new_tokens
+        assert_spans_cover(chunk.spans, num_tokens)
+    assert num_tokens == 90
+    assert_spans_cover(result.spans, 90)
     assert result.finish_reason == "length"
     assert result.prompt_tokens == 4
 
 
-async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) -> None:
-    """The engine's weights are called `version` from here on; what runs goes on."""
-    if isinstance(fleet, Fleet):
-        [real] = fleet.engines.values()
-        await real.client.name_weights(WeightVersion(version))
-    else:
-        assert engine is not None
-        engine.version = version
-
-
 async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
-    client: SglangClient, fleet: Fleet | str, engine: FakeEngine | None
+    client: SglangClient,
+    fleet: Fleet | None,
+    stand_in: FakeEngine | None,
 ):
     """Before it each event has the version that the engine has when it is sent, and
     tokens that break off are recorded with versions that are none too new."""
-    labelled = []
-    told = []
-    add = VersionTracker.add
-
-    def tapped(
-        self: VersionTracker,
-        label: str,
-        sampled: int,
-        spans: Sequence[EngineSpan] | None,
-    ) -> None:
-        labelled.append((label, sampled))
-        told.append(spans)
-        add(self, label, sampled, spans)
-
-    old = 0
-    if isinstance(fleet, Fleet):
-        [real] = fleet.engines.values()
-        old = int(await real.client.weight_version())
-    elif engine is not None:
-        engine.holds = lambda count: count > 40 and engine.version == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VersionTracker, "add", tapped)
-        stream = client.stream(ask([5, 6, 7, 8], tokens=1500 if engine is None else 90))
+    old = await current_version(fleet)
+    new = old + 1
+    num_tokens = 1500
+    if stand_in is not None:
+        num_tokens = 90
+        stand_in.holds = lambda count: count > 40 and stand_in.version == old
+    events = TrackedEvents()
+    with events.recording():
+        request = ask(PROMPT, tokens=num_tokens)
+        stream = client.stream(request)
         try:
-            first = await anext(stream)
-            await rename(fleet, engine, old + 1)
-            rest, end = await collect(stream)
+            first_chunk = await anext(stream)
+            await rename(fleet, stand_in, new)
+            later_chunks, result = await collect(stream)
         finally:
-            await rename(fleet, engine, old)
-    assert isinstance(first, GenerateChunk)
-    assert [spans is None for spans in told] == [True] * (len(told) - 1) + [False]
-    exact = versions(end.spans)
-    assert set(exact.tolist()) == {old, old + 1}
-    assert np.all(np.diff(exact) >= 0)
-    labels = np.repeat(
-        [int(label) for label, _ in labelled], [sampled for _, sampled in labelled]
-    )
-    assert np.all(labels >= exact)
-    for chunk in (first, *rest):
-        recorded = versions(chunk.spans)
-        assert np.all(recorded <= exact[: len(recorded)])
-    recorded = versions(rest[-2].spans)
-    assert set(recorded.tolist()) == {old, old + 1}
+            await rename(fleet, stand_in, old)
+    assert isinstance(first_chunk, GenerateChunk)
+    *before_last, last = events.has_spans
+    assert last
+    assert not any(before_last)
 
+    exact_T = versions_of(result.spans)
+    assert set(exact_T.tolist()) == {old, new}
+    assert np.all(np.diff(exact_T) >= 0)
+    labels_T = np.array(events.label_by_token)
+    assert len(labels_T) == len(exact_T)
+    assert np.all(labels_T >= exact_T)
 
-def versions(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
-    """One per token."""
-    return np.concatenate(
-        [np.full(span.end - span.start, span.version, np.int32) for span in spans]
-    )
+    for chunk in (first_chunk, *later_chunks):
+        recorded_T = versions_of(chunk.spans)
+        assert np.all(recorded_T <= exact_T[: len(recorded_T)])
+    recorded_T = versions_of(later_chunks[-2].spans)
+    assert set(recorded_T.tolist()) == {old, new}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_end_token_ends_the_reply_and_is_part_of_it(
-    client: SglangClient, stream: bool
+    client: SglangClient,
+    stream: bool,
 ):
-    greedy = Sampling(temperature=0.0, max_new_tokens=4)
-    free = await client.generate(ask([5, 6, 7, 8], sampling=greedy))
-    end = int(free.ids_T[0])
+    sampling = greedy(tokens=4)
+    unstopped = await client.generate(ask(PROMPT, sampling=sampling))
+    end = int(unstopped.ids_T[0])
     request = ask(
-        [5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False
+        PROMPT,
+        sampling=sampling,
+        stop_token_ids=(end,),
+        ignore_eos=False,
     )
     result = await reply(client, request, stream=stream)
     assert result.finish_reason == "stop"
@@ -238,78 +333,119 @@ async def test_end_token_ends_the_reply_and_is_part_of_it(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
-    client: SglangClient, fleet: Fleet | str, tiny_model: Path, stream: bool
+    client: SglangClient,
+    server: str,
+    tiny_model: Path,
+    stream: bool,
 ):
-    if fleet == "fake":
+    if server == "fake":
         pytest.skip("the fake engine knows no text")
-    text = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).decode
-    greedy = Sampling(temperature=0.0, max_new_tokens=20)
-    ids = (await client.generate(ask([5, 6, 7, 8], sampling=greedy))).ids_T.tolist()
-    shown = text(ids, skip_special_tokens=False)
-    stop = next((one for one in shown[2:] if one.isascii() and one.isprintable()), None)
-    if stop is None:
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    sampling = greedy(tokens=20)
+    unstopped = await client.generate(ask(PROMPT, sampling=sampling))
+    unstopped_ids = unstopped.ids_T.tolist()
+    stops = [
+        character
+        for character in text(unstopped_ids)[2:]
+        if character.isascii() and character.isprintable()
+    ]
+    if not stops:
         pytest.skip("this random model says nothing printable")
-    request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
+    stop = stops[0]
+
+    request = ask(PROMPT, sampling=sampling, stop=(stop,))
     result = await reply(client, request, stream=stream)
-    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
-    sampled_ids = result.ids_T.tolist()
-    assert sampled_ids == ids[: len(sampled_ids)]
-    assert stop in text(sampled_ids, skip_special_tokens=False)
-    assert stop not in text(sampled_ids[:-1], skip_special_tokens=False)
+    assert result.finish_reason == "stop"
+    assert result.matched_stop == stop
+    ids = result.ids_T.tolist()
+    assert ids == unstopped_ids[: len(ids)]
+    assert stop in text(ids)
+    assert stop not in text(ids[:-1])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
-    client: SglangClient, stream: bool
+    client: SglangClient,
+    stream: bool,
 ):
     """Where sampling is greedy, the first of them is what was sampled, with the same
     log-prob."""
-    greedy = Sampling(temperature=0.0, max_new_tokens=6)
-    request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
+    request = ask(
+        PROMPT,
+        sampling=greedy(tokens=6),
+        top_logprobs=3,
+    )
     result = await reply(client, request, stream=stream)
     top = result.top.reshape(6, 3)
-    assert top["id"][:, 0].tolist() == result.ids_T.tolist()
-    assert top["logprob"][:, 0].tolist() == result.logprobs_T.tolist()
-    assert np.all(np.diff(top["logprob"]) <= 0)
-    assert [len(set(row)) for row in top["id"].tolist()] == [3] * 6
-    assert (await client.generate(ask([5], tokens=1))).top.size == 0
+    top_ids = top["id"]
+    top_logprobs = top["logprob"]
+    assert top_ids[:, 0].tolist() == result.ids_T.tolist()
+    assert top_logprobs[:, 0].tolist() == result.logprobs_T.tolist()
+    assert np.all(np.diff(top_logprobs) <= 0)
+    for ids in top_ids.tolist():
+        assert len(set(ids)) == 3
 
 
-async def test_continued_path_is_read_from_the_cache(client: SglangClient):
-    prompt = [secrets.randbelow(400) + 20 for _ in range(60)]
+async def test_reply_has_no_top_tokens_unless_they_are_wanted(
+    client: SglangClient,
+):
+    result = await client.generate(ask([5], tokens=1))
+    assert result.top.size == 0
+
+
+async def test_continued_path_is_read_from_the_cache(
+    client: SglangClient,
+):
+    prompt = random_prompt(60)
     first = await client.generate(ask(prompt))
-    second = await client.generate(ask([*prompt, *first.ids_T.tolist(), 5, 6, 7, 8]))
+    continued = [*prompt, *first.ids_T.tolist(), *PROMPT]
+    second = await client.generate(ask(continued))
     assert first.cached_tokens < 8
-    assert 60 <= second.cached_tokens < second.prompt_tokens == 70
+    assert second.prompt_tokens == 70
+    assert 60 <= second.cached_tokens < 70
 
 
-async def test_closing_a_stream_ends_its_generation(client: SglangClient):
-    async with contextlib.aclosing(client.stream(ask([5, 6, 7], tokens=1500))) as items:
-        async for _ in items:
-            break
+async def test_closing_a_stream_ends_its_generation(
+    client: SglangClient,
+):
+    stream = client.stream(ask([5, 6, 7], tokens=1500))
+    async with contextlib.aclosing(stream):
+        await anext(stream)
     result = await client.generate(ask([5, 6, 7], tokens=2))
     assert len(result.ids_T) == 2
 
 
-async def test_request_that_would_kill_an_engine_is_refused(client: SglangClient):
+async def test_request_that_would_kill_an_engine_is_refused(
+    client: SglangClient,
+):
     longest = client.limits.context_length
-    for prompt, tokens in (
-        ([512], 1),
-        ([-1], 1),
-        ([], 1),
-        ([5], 0),
-        ([5] * (longest - 99), 100),
+    too_long = [5] * (longest - 99)
+    for request in (
+        ask([512], tokens=1),
+        ask([-1], tokens=1),
+        ask([], tokens=1),
+        ask([5], tokens=0),
+        ask(too_long, tokens=100),
     ):
         with pytest.raises(SessionError) as caught:
-            await client.generate(ask(prompt, tokens=tokens))
+            await client.generate(request)
         assert caught.value.status == 400
-    assert (await client.generate(ask([5]))).prompt_tokens == 1
+    result = await client.generate(ask([5]))
+    assert result.prompt_tokens == 1
 
 
 async def test_unreachable_engine_is_a_server_error():
-    limits = EngineLimits(vocab_size=512, context_length=2048)
-    async with SglangClient("http://127.0.0.1:9", limits=limits) as client:
+    client = SglangClient(
+        "http://127.0.0.1:9",
+        limits=STAND_IN_LIMITS,
+    )
+    request = ask([5])
+    async with client:
         with pytest.raises(ServerError):
-            await client.generate(ask([5]))
+            await client.generate(request)
         with pytest.raises(ServerError):
-            await anext(client.stream(ask([5])))
+            await anext(client.stream(request))

@@ -32,7 +32,7 @@ def run_benchmark(folder: Path, name: str, *arguments: str) -> str:
 
 def run_python(folder: Path, *arguments: str, python_path: str) -> str:
     env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments],
         env=env,
         cwd=folder,
@@ -40,8 +40,10 @@ def run_python(folder: Path, *arguments: str, python_path: str) -> str:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    assert process.returncode == 0, (
+        f"{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+    )
+    return process.stdout
 
 
 def flags(folder: Path, name: str) -> list[str]:

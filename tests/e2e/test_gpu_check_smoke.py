@@ -36,7 +36,7 @@ def test_cheap_stages_pass_without_a_card(tmp_path: Path, stages: list[str]) -> 
         "--work",
         str(tmp_path),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=environment,
         cwd=tmp_path,
@@ -44,7 +44,9 @@ def test_cheap_stages_pass_without_a_card(tmp_path: Path, stages: list[str]) -> 
         text=True,
         timeout=DEADLINE_S,
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert process.returncode == 0, (
+        f"{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+    )
     written = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     states = {name: stage["state"] for name, stage in written.items()}
     assert states == {name: "passed" for name in stages} | {"machine": "skipped"}

@@ -317,10 +317,10 @@ def test_resume_refuses_a_changed_data_file(place: Path, whole: Path) -> None:
             "--num-steps",
             "12",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=env, cwd=place, timeout=300, capture_output=True, text=True
         )
     finally:
         file.write_text(content)
-    assert done.returncode == 2
-    assert "it has changed since the run began" in done.stderr
+    assert process.returncode == 2
+    assert "it has changed since the run began" in process.stderr

@@ -45,7 +45,7 @@ class Installed:
 
     def run(self, folder: Path, *command: str) -> str:
         """What the command printed in `folder`. It must exit with 0."""
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=folder,
             env=self._environment,
@@ -53,8 +53,10 @@ class Installed:
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        assert process.returncode == 0, (
+            f"{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+        )
+        return process.stdout
 
     def invrl(self, folder: Path, *arguments: str) -> str:
         return self.run(folder, str(self._site / "bin" / "invrl"), *arguments)

@@ -46,8 +46,8 @@ def answers_of(
         str(folder / "calls.pt"),
         str(folder / "answers.pt"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
+    assert process.returncode == 0, process.stderr[-3000:]
     return torch.load(folder / "answers.pt", weights_only=False)
 
 

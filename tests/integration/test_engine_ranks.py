@@ -49,8 +49,8 @@ async def test_two_engine_ranks_load_their_slices_and_one_wrong_bit_rolls_both_b
         update = Update(sender, [engine.receiver])
         for seed in range(3):
             sender.train(seed)
-            done = await update.run()
-            assert done.canary_max_gap <= 1e-3
+            outcome = await update.run()
+            assert outcome.canary_max_gap <= 1e-3
         before = await engine.receiver.read_back(sender.tensors)
         staged = update.transaction.committed
         assert staged is not None

@@ -47,7 +47,7 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(
         "--eval.tasks",
         "2",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "invrl.cli", "eval", *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
@@ -55,7 +55,9 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert process.returncode == 0, (
+        f"{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+    )
     assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (
         tiny_model / "tokenizer.json"
     ).read_bytes()
@@ -84,7 +86,7 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(
     mean = sum(map(sum, failed["rewards"].values())) / 8
     assert failed["reward_mean"]["value"] == pytest.approx(mean, abs=1e-12)
     assert {"accuracy", "pass_at_1", "pass_at_2", "pass_at_4"} < set(failed)
-    assert "file   sampled  2      8        failed: exception" in done.stdout
+    assert "file   sampled  2      8        failed: exception" in process.stdout
     left = [
         p.info
         for p in psutil.process_iter(["pid", "cmdline"])

@@ -162,10 +162,10 @@ def test_an_environment_that_moved_with_its_project_is_made_afresh(
 
 
 def test_a_silent_installer_is_told_to_be_at_work(project: Path) -> None:
-    done = install(project, SLOW_S="1.5", INVRL_TELL_INTERVAL_S="0.4")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"still installing, after \d+ s", done.stdout)
-    assert done.stdout.splitlines()[-1].startswith("[install] done in")
+    process = install(project, SLOW_S="1.5", INVRL_TELL_INTERVAL_S="0.4")
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"still installing, after \d+ s", process.stdout)
+    assert process.stdout.splitlines()[-1].startswith("[install] done in")
 
 
 def test_gpu_machine_installs_the_gpu_pins(project: Path) -> None:
@@ -176,9 +176,9 @@ def test_gpu_machine_installs_the_gpu_pins(project: Path) -> None:
 
 
 def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
-    done = install(project, PATH=bare(project))
-    assert done.returncode == 1
-    assert "no Python 3.11 or 3.12" in done.stderr
+    process = install(project, PATH=bare(project))
+    assert process.returncode == 1
+    assert "no Python 3.11 or 3.12" in process.stderr
 
 
 def test_installed_packages_match_the_constraints() -> None:
@@ -208,7 +208,7 @@ def test_installed_packages_match_the_constraints() -> None:
 
 def test_uv_uses_the_package_index_of_pip(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "uv_settings.py")]
-    done = run(
+    process = run(
         script,
         cwd=tmp_path,
         PIP_FIND_LINKS="/a /wheels",
@@ -216,10 +216,10 @@ def test_uv_uses_the_package_index_of_pip(tmp_path: Path) -> None:
         UV_INDEX="",
     )
     exported = run(
-        ["bash", "-c", f'{done.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path
+        ["bash", "-c", f'{process.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path
     )
     assert exported.stdout == "/a,/wheels"
-    assert "UV_INDEX=" not in done.stdout, "what is set for uv already stays"
+    assert "UV_INDEX=" not in process.stdout, "what is set for uv already stays"
 
 
 # ----------------------------------------------------------------- run_contained.py

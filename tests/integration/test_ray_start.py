@@ -55,15 +55,15 @@ def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(
     with socket.create_server(("127.0.0.1", 0)) as stale:
         address = f"127.0.0.1:{stale.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(folder.path)],
             env=environment,
             capture_output=True,
             text=True,
         )
         called, _, _ = select.select([stale], [], [], 0)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() not in ("", address)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() not in ("", address)
     assert not called
 
 
@@ -119,14 +119,14 @@ def test_other_users_and_machines_reach_nothing_of_a_local_ray(tmp_path: Path) -
         name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
     }
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WHAT_STRANGERS_SEE, str(folder.path), "killed"],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == -9, done.stderr
-    left = Path(done.stdout.strip())
+    assert process.returncode == -9, process.stderr
+    left = Path(process.stdout.strip())
     assert left.is_dir()
     remove_abandoned()
     assert not left.exists()
@@ -184,14 +184,14 @@ def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
         name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
     }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", STOPPED_ACTOR, str(folder.path)],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     assert lines[0] == "the raylet answers beside a stopped actor"
     assert "DEADLINE_EXCEEDED" in lines, (
         "a raylet that is stopped itself does not answer"
@@ -230,15 +230,15 @@ def test_actors_have_the_driver_s_priority_and_no_proxy_stands_before_the_raylet
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         environment |= {name: "http://127.0.0.1:9", name.upper(): "http://127.0.0.1:9"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", DESCRIPTION, str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=1000,
     )
-    assert done.returncode == 0, done.stderr
-    priorities = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    priorities = json.loads(process.stdout.splitlines()[-1])
     assert priorities["actor"] == priorities["driver"]
 
 
@@ -296,17 +296,17 @@ def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(
         name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
     }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LATE_ONCE, str(folder.path), str(late)],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     told = (
         "Ray (one of our own) did not start: The current node timed out during startup"
     )
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert lines[0] == f"warning: {told}; it is started again (start 2 of 2)"
     assert lines[1] == ("up: 1 node" if late == 1 else f"refused: {told}")
     assert lines[2] == f"raylets of the starts that failed: {late} alive: 0"

@@ -66,10 +66,10 @@ async def test_engine_holds_the_trainers_bytes_after_twenty_updates(
 ) -> None:
     for seed in range(20):
         update.sender.train(seed)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
     assert await held(receiver) == update.sender.checksums()
-    assert done.lost_engines == {}
+    assert outcome.lost_engines == {}
 
 
 async def test_buckets_carry_the_trainers_bytes(
@@ -98,8 +98,8 @@ async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
     update = Update(sender, [receiver])
     for seed in range(3):
         sender.train(seed)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
     held_before = await held(receiver)
     assert held_before == sender.checksums()
 
@@ -144,8 +144,8 @@ async def test_broadcast_carries_the_trainers_bytes_and_a_wrong_byte_is_found(
     update = Update(sender, [receiver], BroadcastLoads(sender, timeout_s=10.0).load)
     for seed in range(3):
         sender.train(seed)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
         assert await held(receiver) == sender.checksums()
     held_before = sender.checksums()
     sender.train(4)
@@ -170,10 +170,10 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
     sizes: list[int] = []
     for seed in range(6):  # whole, three differences, whole, a difference
         sender.train(seed, size=1e-7)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
         assert await held(follower) == sender.checksums()
-        sizes.append(done.num_bytes)
+        sizes.append(outcome.num_bytes)
     assert max(sizes[1:4] + sizes[5:]) < 0.5 * min(sizes[0], sizes[4])
 
     # another trainer, another base
@@ -223,8 +223,8 @@ async def test_engine_fetches_deltas_from_the_trainer(
     sender.spoil = serve
     for seed in range(3):
         sender.train(seed, size=1e-7)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
         assert await held(follower) == sender.checksums()
     # another trainer, another base
     await Update(TorchSender(tiny_model), [receiver]).run()
@@ -303,8 +303,8 @@ async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
     update = Update(sender, [aliasing])
     for seed in range(3):
         sender.train(seed)
-        done = await update.run()
-        assert done.canary_max_gap <= 1e-3
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
     held_before = await held(aliasing)
     assert held_before == sender.checksums()
     sender.train(4)
@@ -313,8 +313,8 @@ async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
         await update.run()
     assert await held(aliasing) == held_before
     sender.spoil = lambda staged: staged
-    done = await update.run()
-    assert done.canary_max_gap <= 1e-3
+    outcome = await update.run()
+    assert outcome.canary_max_gap <= 1e-3
     assert await held(aliasing) == sender.checksums()
 
 

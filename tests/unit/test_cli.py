@@ -82,12 +82,12 @@ def test_closed_output_pipe_prints_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "invrl.cli", *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writer)
-    assert done.returncode == 1
-    assert done.stderr == ""
+    assert process.returncode == 1
+    assert process.stderr == ""
 
 
 def test_version_option_prints_the_package_version(
@@ -125,8 +125,8 @@ if "train" not in sys.argv:
 sys.exit(", ".join(heavy & sys.modules.keys()))
 """
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == "", done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.stderr.strip() == "", process.stderr
 
 
 def test_help_of_train_begins_with_the_settings_of_a_first_run(

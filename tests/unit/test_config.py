@@ -100,11 +100,11 @@ from invrl.run.settings.config import resolve
 from invrl.types.section import present_type
 print(resolve().run.num_steps)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "100"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "100"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

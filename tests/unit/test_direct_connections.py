@@ -72,10 +72,10 @@ def test_clients_of_user_code_reach_this_machine_without_the_proxy(url: str) -> 
     assert httpx.get(url).text == "direct"
     assert urlopen(url, timeout=10).read() == b"direct"
     child = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read())"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", child, url], capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.strip() == "b'direct'"
+    assert process.stdout.strip() == "b'direct'"
 
 
 def test_the_user_s_proxy_and_exceptions_stay(

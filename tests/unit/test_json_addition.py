@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice, product
+from itertools import combinations_with_replacement, islice
 from types import SimpleNamespace
 
 import pytest
@@ -57,59 +56,99 @@ class ScriptedModel:
 async def test_json_addition_reward_follows_from_the_reply(
     text: str | None, finish_reason: str, reward: float
 ) -> None:
-    result = await json_addition.rollout(TASK, ScriptedModel(text, finish_reason))  # type: ignore[arg-type]
+    model = ScriptedModel(text, finish_reason)
+    result = await json_addition.rollout(TASK, model)  # type: ignore[arg-type]
     assert result.reward == reward
     assert result.output == (text or "")
 
 
 async def test_json_true_does_not_count_as_1() -> None:
-    task = Task(id="x", payload={"a": 0, "b": 1}, label=1)
-    result = await json_addition.rollout(task, ScriptedModel('{"answer": true}'))  # type: ignore[arg-type]
+    task = Task(
+        id="0+1",
+        payload={"a": 0, "b": 1},
+        label=1,
+    )
+    model = ScriptedModel('{"answer": true}')
+    result = await json_addition.rollout(task, model)  # type: ignore[arg-type]
     assert result.reward == 0.0
 
 
 async def test_worked_example_is_in_no_split() -> None:
     model = ScriptedModel("")
     await json_addition.rollout(TASK, model)  # type: ignore[arg-type]
-    (request,) = model.asked
-    assert [m["content"] for m in request["messages"][1:]] == [
-        "12 + 13",
-        '{"answer": 25}',
-        "9 + 18",
-    ]
-    assert json.loads(request["messages"][2]["content"])["answer"] == 12 + 13
+    [request] = model.asked
+    contents = [message["content"] for message in request["messages"]]
+    _, question, worked_answer, asked = contents
+    assert question == "12 + 13"
+    assert worked_answer == '{"answer": 25}'
+    assert asked == "9 + 18"
 
 
-def pairs(split: str, seed: int, n: int = 2000) -> set[tuple[int, int]]:
-    tasks = islice(json_addition.task_source(split, seed), n)
-    return {tuple(sorted((task.payload["a"], task.payload["b"]))) for task in tasks}  # type: ignore[misc]
+def first_tasks(
+    split: str,
+    *,
+    seed: int,
+    count: int,
+) -> list[Task]:
+    tasks = json_addition.task_source(split, seed)
+    return list(islice(tasks, count))
+
+
+def ids_of(tasks: list[Task]) -> list[str]:
+    return [task.id for task in tasks]
+
+
+def pairs(split: str, seed: int) -> set[tuple[int, int]]:
+    """Numbers that the split adds, the smaller one first."""
+    found: set[tuple[int, int]] = set()
+    for task in first_tasks(split, seed=seed, count=2000):
+        small, large = sorted((task.payload["a"], task.payload["b"]))  # type: ignore[type-var]
+        found.add((small, large))  # type: ignore[arg-type]
+    return found
 
 
 def test_splits_share_no_pair_and_contain_all_but_the_example() -> None:
-    train = pairs("train", 1)
+    train = pairs("train", seed=1)
     for seed in range(5):
         assert not train & pairs("eval", seed)
-    everything = {tuple(sorted(pair)) for pair in product(range(1, 21), repeat=2)}
-    assert train | pairs("eval", 0) == everything - {(12, 13)}
+    numbers = range(1, 21)
+    everything = set(combinations_with_replacement(numbers, 2))
+    example = (12, 13)
+    held_out = pairs("eval", seed=0)
+    assert train | held_out == everything - {example}
 
 
-def test_eval_split_is_finite_and_distinct_and_train_split_is_endless() -> None:
-    held = list(json_addition.task_source("eval", 0))
-    assert len(held) == len({task.id for task in held}) == 69
-    once = 20 * 20 - 2 - len(held)
-    train = list(islice(json_addition.task_source("train", 0), 2 * once))
-    assert {task.id for task in train[:once]} == {task.id for task in train[once:]}
-    assert len({task.id for task in train}) == once
-    for task in held + train:
+def test_eval_split_is_finite_and_distinct() -> None:
+    tasks = list(json_addition.task_source("eval", 0))
+    assert len(tasks) == 69
+    assert len(set(ids_of(tasks))) == 69
+
+
+def test_train_split_repeats_its_tasks_without_end() -> None:
+    num_held_out = 69
+    num_tasks = 20 * 20 - 2 - num_held_out
+    tasks = first_tasks("train", seed=0, count=2 * num_tasks)
+    first_pass = ids_of(tasks[:num_tasks])
+    second_pass = ids_of(tasks[num_tasks:])
+    assert len(set(first_pass)) == num_tasks
+    assert set(first_pass) == set(second_pass)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_label_of_a_task_is_its_sum(split: str) -> None:
+    for task in first_tasks(split, seed=0, count=700):
         assert task.label == task.payload["a"] + task.payload["b"]  # type: ignore[operator]
 
 
-def test_order_of_tasks_depends_only_on_the_seed() -> None:
-    for split in ("train", "eval"):
-        a, b, c = (
-            [t.id for t in islice(json_addition.task_source(split, s), 50)]
-            for s in (3, 3, 4)
-        )
-        assert a == b != c
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_order_of_tasks_depends_only_on_the_seed(split: str) -> None:
+    ids = ids_of(first_tasks(split, seed=3, count=50))
+    same_seed = ids_of(first_tasks(split, seed=3, count=50))
+    other_seed = ids_of(first_tasks(split, seed=4, count=50))
+    assert same_seed == ids
+    assert other_seed != ids
+
+
+def test_unknown_split_is_refused() -> None:
     with pytest.raises(ValueError, match="'test'"):
         next(json_addition.task_source("test", 0))

@@ -52,7 +52,7 @@ def run_session(folder: Path, test: str) -> str:
         "no:cacheprovider",
         "test_one.py",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=folder,
         env=environment,
@@ -61,8 +61,8 @@ def run_session(folder: Path, test: str) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def test_files_processes_and_shared_memory_are_named(tmp_path: Path) -> None:

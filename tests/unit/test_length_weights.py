@@ -24,26 +24,35 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 exponents = st.floats(-6, 6)
 
 
-def of_lengths(values: list[int], exponent: float, scale: float = 1 / 9) -> list[float]:
-    weights_G, _ = weights_of_group(np.array(values, np.float64), exponent, scale)
+def of_lengths(
+    values: list[int],
+    exponent: float,
+    scale: float = 1 / 9,
+) -> list[float]:
+    lengths_G = np.array(values, np.float64)
+    weights_G, _ = weights_of_group(lengths_G, exponent, scale)
     return weights_G.tolist()
 
 
-def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
+def by_loops(
+    values: list[int],
+    exponent: float,
+    scale: float,
+) -> list[float]:
     """The paper's formula."""
     size = len(values)
     mean = math.fsum(values) / size
+    distances = [value - mean for value in values]
     deviation = 0.0
     if size > 1:
-        deviation = math.sqrt(
-            math.fsum((value - mean) ** 2 for value in values) / (size - 1)
-        )
-    powers = [
-        (1 + scale * (value - mean) / (deviation + 1e-8)) ** exponent
-        for value in values
-    ]
-    total = math.fsum(map(math.exp, powers))
-    return [size * math.exp(power) / total for power in powers]
+        squares = math.fsum(distance**2 for distance in distances)
+        deviation = math.sqrt(squares / (size - 1))
+    exponentials: list[float] = []
+    for distance in distances:
+        base = 1 + scale * distance / (deviation + 1e-8)
+        exponentials.append(math.exp(base**exponent))
+    total = math.fsum(exponentials)
+    return [size * exponential / total for exponential in exponentials]
 
 
 @settings(max_examples=300, deadline=None)
@@ -53,28 +62,38 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
     scale=st.sampled_from([0.01, 1 / 9, 0.29]),
 )
 def test_length_weights_and_their_slopes_equal_the_formula(
-    values: list[int], exponent: float, scale: float
+    values: list[int],
+    exponent: float,
+    scale: float,
 ) -> None:
-    weights_G, slopes_G = weights_of_group(
-        np.array(values, np.float64), exponent, scale
-    )
-    assert weights_G.tolist() == pytest.approx(
-        by_loops(values, exponent, scale), rel=1e-11
-    )
+    lengths_G = np.array(values, np.float64)
+    weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
+    expected = by_loops(values, exponent, scale)
+    assert weights_G.tolist() == pytest.approx(expected, rel=1e-11)
     assert weights_G.mean() == pytest.approx(1.0, rel=1e-13)
     above = by_loops(values, exponent + 1e-5, scale)
     below = by_loops(values, exponent - 1e-5, scale)
-    differences = [(high - low) / 2e-5 for high, low in zip(above, below, strict=True)]
-    assert slopes_G.tolist() == pytest.approx(differences, rel=1e-6, abs=1e-8)
+    differences_G = (np.array(above) - np.array(below)) / 2e-5
+    assert slopes_G.tolist() == pytest.approx(
+        differences_G.tolist(),
+        rel=1e-6,
+        abs=1e-8,
+    )
 
 
-def test_length_weights_of_known_lengths() -> None:
-    assert of_lengths([10, 20, 30, 40], 1.0) == pytest.approx(
-        [0.875, 0.953, 1.039, 1.133], abs=5e-4
-    )
-    assert of_lengths([10, 20, 30, 40], -1.0) == pytest.approx(
-        [1.143, 1.031, 0.946, 0.879], abs=5e-4
-    )
+@pytest.mark.parametrize(
+    ("exponent", "weights"),
+    [
+        (1.0, [0.875, 0.953, 1.039, 1.133]),
+        (-1.0, [1.143, 1.031, 0.946, 0.879]),
+    ],
+)
+def test_length_weights_of_known_lengths(
+    exponent: float,
+    weights: list[float],
+) -> None:
+    found = of_lengths([10, 20, 30, 40], exponent)
+    assert found == pytest.approx(weights, abs=5e-4)
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,11 +109,12 @@ def test_lambda_0_weighs_all_rollouts_equally(values: list[int]) -> None:
     exponent=exponents,
 )
 def test_rollouts_of_equal_length_have_equal_weights(
-    length: int, size: int, exponent: float
+    length: int,
+    size: int,
+    exponent: float,
 ) -> None:
-    assert of_lengths([length] * size, exponent) == pytest.approx(
-        [1.0] * size, rel=1e-14
-    )
+    weights = of_lengths([length] * size, exponent)
+    assert weights == pytest.approx([1.0] * size, rel=1e-14)
 
 
 @settings(max_examples=200, deadline=None)
@@ -104,16 +124,18 @@ def test_rollouts_of_equal_length_have_equal_weights(
     data=st.data(),
 )
 def test_sign_of_lambda_prefers_long_or_short_rollouts(
-    values: list[int], exponent: float, data: st.DataObject
+    values: list[int],
+    exponent: float,
+    data: st.DataObject,
 ) -> None:
-    order = sorted(values)
-    rising = of_lengths(order, exponent)
-    falling = of_lengths(order, -exponent)
+    ascending = sorted(values)
+    rising = of_lengths(ascending, exponent)
+    falling = of_lengths(ascending, -exponent)
     assert rising == sorted(rising)
     assert falling == sorted(falling, reverse=True)
-    permuted = data.draw(st.permutations(order))
-    weight_of = dict(zip(order, rising, strict=True))
-    expected = [weight_of[value] for value in permuted]
+    permuted = data.draw(st.permutations(ascending))
+    weight_by_length = dict(zip(ascending, rising, strict=True))
+    expected = [weight_by_length[length] for length in permuted]
     assert of_lengths(permuted, exponent) == pytest.approx(expected, rel=1e-12)
 
 
@@ -123,8 +145,9 @@ def test_length_weights_are_finite_for_any_lambda_and_lengths(
     exponent: float, scale: float
 ) -> None:
     """Also where 1 + r z is below 0."""
-    values = np.array([1.0] + [10_000.0] * 20)
-    weights_G, slopes_G = weights_of_group(values, exponent, scale)
+    lengths_G = np.full(21, 10_000.0)
+    lengths_G[0] = 1.0
+    weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
     assert np.isfinite(weights_G).all()
     assert np.isfinite(slopes_G).all()
     assert weights_G.mean() == pytest.approx(1.0)
@@ -132,19 +155,30 @@ def test_length_weights_are_finite_for_any_lambda_and_lengths(
 
 @pytest.mark.parametrize("size", [2, 3, 16, 82, 83, 1000])
 def test_largest_scale_gives_a_lone_short_rollout_weight_0(size: int) -> None:
-    values = np.array([1.0] + [500.0] * (size - 1))
-    z = (values[0] - values.mean()) / values.std(ddof=1)
-    assert 1 + largest_scale(size) * z == pytest.approx(0.0, abs=1e-12)
+    lengths_G = np.full(size, 500.0)
+    lengths_G[0] = 1.0
+    distance = lengths_G[0] - lengths_G.mean()
+    z_score = distance / lengths_G.std(ddof=1)
+    base = 1 + largest_scale(size) * z_score
+    assert base == pytest.approx(0.0, abs=1e-12)
 
 
 # ----------------------------------------------------------------- rows
 
 
 def row(
-    group: str, rollout: str, num_tokens: int, *, is_trained: bool = True
+    group: str,
+    rollout: str,
+    num_tokens: int,
+    *,
+    is_trained: bool = True,
 ) -> TrainSample:
     sample = row_of_turns(("t", 3, num_tokens, is_trained))
-    return replace(sample, group_id=group, rollout_id=rollout)
+    return replace(
+        sample,
+        group_id=group,
+        rollout_id=rollout,
+    )
 
 
 def test_length_of_a_rollout_is_over_all_its_rows() -> None:
@@ -157,10 +191,19 @@ def test_length_of_a_rollout_is_over_all_its_rows() -> None:
         row("a", "a1", 50, is_trained=False),
         row("a", "a2", 45),
     ]
-    numbers = length_numbers(TrainedCounts.of(samples), exponent=2.0, scale=0.3)
+    numbers = length_numbers(
+        TrainedCounts.of(samples),
+        exponent=2.0,
+        scale=0.3,
+    )
     assert set(numbers) == {"a0", "a1", "a2", "b0"}
-    weights = [numbers[name][LENGTH_WEIGHT] for name in ("a0", "a1", "a2")]
-    assert weights == pytest.approx(by_loops([30, 15, 45], 2.0, 0.3), rel=1e-12)
+    weights = [
+        numbers["a0"][LENGTH_WEIGHT],
+        numbers["a1"][LENGTH_WEIGHT],
+        numbers["a2"][LENGTH_WEIGHT],
+    ]
+    expected = by_loops([30, 15, 45], 2.0, 0.3)
+    assert weights == pytest.approx(expected, rel=1e-12)
     assert numbers["b0"] == {LENGTH_WEIGHT: 1.0, LENGTH_SLOPE: 0.0}
 
 
@@ -170,15 +213,25 @@ def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for number in range(12):
-        group = number % 3
-        samples.append(
-            row(f"g{group}", f"g{group}r{rng.integers(3)}", int(rng.integers(1, 30)))
-        )
-    numbers = length_numbers(TrainedCounts.of(samples), exponent=-1.5, scale=0.4)
-    order = rng.permutation(len(samples))
-    permuted = length_numbers(
-        TrainedCounts.of([samples[place] for place in order]), exponent=-1.5, scale=0.4
+        group = f"g{number % 3}"
+        rollout = f"{group}r{rng.integers(3)}"
+        num_tokens = int(rng.integers(1, 30))
+        samples.append(row(group, rollout, num_tokens))
+    numbers = length_numbers(
+        TrainedCounts.of(samples),
+        exponent=-1.5,
+        scale=0.4,
     )
-    assert permuted.keys() == numbers.keys()
-    for rollout_id, of_rollout in numbers.items():
-        assert permuted[rollout_id] == pytest.approx(of_rollout, rel=1e-12, abs=1e-15)
+    permuted = [samples[place] for place in rng.permutation(12)]
+    numbers_of_permuted = length_numbers(
+        TrainedCounts.of(permuted),
+        exponent=-1.5,
+        scale=0.4,
+    )
+    assert numbers_of_permuted.keys() == numbers.keys()
+    for rollout_id, numbers_of_rollout in numbers.items():
+        assert numbers_of_permuted[rollout_id] == pytest.approx(
+            numbers_of_rollout,
+            rel=1e-12,
+            abs=1e-15,
+        )

@@ -205,14 +205,14 @@ def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() 
         logging.warning("api_key={SECRET}")
         1 / 0
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == ":process:trainer-rank-3 of run r7\nkey: (session key)\n"
-    mark, line, *traceback = done.stderr.splitlines()
+    assert process.stdout == ":process:trainer-rank-3 of run r7\nkey: (session key)\n"
+    mark, line, *traceback = process.stderr.splitlines()
     assert mark == ":process:trainer-rank-3 of run r7"
     assert line.endswith("Z W trainer-rank-3 run=r7 root: api_key=(not shown)")
     assert traceback[-1] == "ZeroDivisionError: division by zero"

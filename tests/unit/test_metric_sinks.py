@@ -91,11 +91,11 @@ from invrl.observe.sinks.sinks import TensorBoardSink
 TensorBoardSink(Path(sys.argv[1])).step(1, {"a": 1.0})
 print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]", done.stderr
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 def test_failing_sink_is_logged_once_and_removed(
@@ -231,15 +231,15 @@ sinks.step(1, {"a": 1.0})
 sinks.close()
 print("closed")
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     warning = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    first, last = process.stdout.splitlines()
     assert first.startswith(warning)
     assert last == "closed"
-    assert "Hanging" in done.stderr
+    assert "Hanging" in process.stderr
 
 
 def configured(**run: str | dict[str, str | int]) -> Config:
@@ -447,11 +447,11 @@ def run_settings(wandb=None, mlflow_tracking_uri=None):
 namespace = SimpleNamespace
 check_trackers(run_settings(**{run}))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    assert process.returncode == 1
+    last = process.stderr.splitlines()[-1]
     assert last.startswith(
         ("invrl.errors.ConfigError: metrics.", "invrl.errors.ConfigError: wandb.")
     )

@@ -222,14 +222,14 @@ def test_the_family_files_import_neither_torch_nor_transformers() -> None:
         "import sys; from invrl.families.hf_config import read_hf_config; "
         "print({'torch', 'transformers', 'megatron'} & set(sys.modules))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
         env=dict(os.environ),
     )
-    assert done.stdout.strip() == "set()", done.stderr
+    assert process.stdout.strip() == "set()", process.stderr
 
 
 # ----------------------------------------------------------------- config.json

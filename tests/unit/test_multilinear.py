@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import itertools
+from itertools import product, starmap
 
 import pytest
 import torch
@@ -17,30 +17,40 @@ from invrl.weights.multilinear import (
 from invrl.weights.tensor_slice import TensorSlice
 
 MATRIX = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
+SIGN_BIT = -(1 << 31)
+"""Of a signed 32-bit word."""
+
+
+Part = tuple[torch.Tensor, TensorSlice]
 
 
 def cut(
-    tensor: torch.Tensor, dimension: int, count: int
-) -> list[tuple[torch.Tensor, TensorSlice]]:
+    tensor: torch.Tensor,
+    dimension: int,
+    count: int,
+) -> list[Part]:
     size = tensor.shape[dimension] // count
-    slices = [
-        TensorSlice(
+    parts: list[Part] = []
+    for index in range(count):
+        start = index * size
+        place = TensorSlice(
             dimension=dimension,
-            start=i * size,
-            stop=(i + 1) * size,
-            index=i,
+            start=start,
+            stop=start + size,
+            index=index,
             count=count,
         )
-        for i in range(count)
-    ]
-    return [(place.of(tensor), place) for place in slices]
+        parts.append((place.of(tensor), place))
+    return parts
 
 
-def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -> str:
+def sum_of_parts(tensor: torch.Tensor, parts: list[Part]) -> str:
+    """The checksum that ranks with these parts make together."""
     by_rank = [
-        {"x": checksum_of_slice(part, place, tensor.shape)} for part, place in parts
+        {"weight": checksum_of_slice(part, place, tensor.shape)}
+        for part, place in parts
     ]
-    return checksums_of_ranks(by_rank)["x"]
+    return checksums_of_ranks(by_rank)["weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -57,15 +67,19 @@ def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
+    values = 100 * torch.randn(shape, generator=generator)
+    tensor = values.to(dtype)
     whole = checksum_of_whole(tensor)
-    for dimension in range(min(2, len(shape) - (shape[-1] == 3))):
+    assert checksum_of_whole(tensor.clone()) == whole
+    num_dimensions = len(shape)
+    if shape[-1] == 3:
+        num_dimensions -= 1  # no cut divides it
+    for dimension in range(min(2, num_dimensions)):
         for count in (1, 2, 4):
             parts = cut(tensor, dimension, count)
-            assert added(tensor, parts) == whole
+            assert sum_of_parts(tensor, parts) == whole
             copies = [(part.clone(), place) for part, place in parts]
-            assert added(tensor, copies) == whole
-    assert checksum_of_whole(tensor.clone()) == whole
+            assert sum_of_parts(tensor, copies) == whole
 
 
 def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
@@ -76,56 +90,81 @@ def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
     rows = coefficients(ROW_SEED, 0, words.shape[0]).tolist()
     columns = coefficients(COLUMN_SEED, 0, words.shape[1]).tolist()
     assert all(number % 2 for number in rows + columns)
-    total = sum(
-        (word ^ (word % 2**64 >> 29)) * rows[row] * columns[column]
-        for row, line in enumerate(words.tolist())
-        for column, word in enumerate(line)
-    )
+    total = 0
+    for line, row in zip(words.tolist(), rows, strict=True):
+        for word, column in zip(line, columns, strict=True):
+            mixed = word ^ (word % 2**64 >> 29)
+            total += mixed * row * column
     assert checksum_of_whole(MATRIX) == f"{total % 2**64:016x}"
 
 
+def with_flipped_bit(row: int, column: int, bit: int) -> torch.Tensor:
+    damaged = MATRIX.clone()
+    words = damaged.view(torch.int32)
+    words[row, column] ^= SIGN_BIT if bit == 31 else 1 << bit
+    return damaged
+
+
+def with_flipped_signs(columns: list[int]) -> torch.Tensor:
+    damaged = MATRIX.clone()
+    damaged[7, columns] *= -1
+    return damaged
+
+
 def test_every_damage_changes_the_checksum() -> None:
-    seen = {checksum_of_whole(MATRIX)}
-    for row, column, bit in itertools.product((0, 11, 23), (0, 1, 47), (0, 31)):
-        damaged = MATRIX.clone()
-        damaged.view(torch.int32)[row, column] ^= 1 << bit if bit < 31 else -(1 << 31)
-        seen.add(checksum_of_whole(damaged))
-    for moved in (
+    rows = (0, 11, 23)
+    columns = (0, 1, 47)
+    bits = (0, 31)
+    damages = [
+        *starmap(with_flipped_bit, product(rows, columns, bits)),
         MATRIX.roll(1, 0),
         MATRIX.roll(1, 1),
-        MATRIX.flip(0),
         MATRIX.roll(24, 1),
-    ):
-        seen.add(checksum_of_whole(moved.contiguous()))
-    for signs in ((0, 1), (1, 3), (1, 2, 3, 5)):
-        damaged = MATRIX.clone()
-        damaged[7, list(signs)] *= -1
-        seen.add(checksum_of_whole(damaged))
-    seen.add(checksum_of_whole(-MATRIX))
+        MATRIX.flip(0),
+        with_flipped_signs([0, 1]),
+        with_flipped_signs([1, 3]),
+        with_flipped_signs([1, 2, 3, 5]),
+        -MATRIX,
+        (~MATRIX.view(torch.int32)).view(torch.float32),
+    ]
+    checksums = {checksum_of_whole(MATRIX)}
+    for damaged in damages:
+        checksums.add(checksum_of_whole(damaged.contiguous()))
+    assert len(damages) == 27
+    assert len(checksums) == 28
+
+
+def test_sign_of_a_bfloat16_matrix_changes_its_checksum() -> None:
     half = MATRIX.to(torch.bfloat16)
     assert checksum_of_whole(half) != checksum_of_whole(-half)
-    seen.add(checksum_of_whole((~MATRIX.view(torch.int32)).view(torch.float32)))
-    assert len(seen) == 1 + 18 + 4 + 5
+
+
+def by_name(part: torch.Tensor, place: TensorSlice) -> dict[str, str]:
+    """What a rank says of its slice of the matrix."""
+    return {"weight": checksum_of_slice(part, place, MATRIX.shape)}
 
 
 def test_wrong_slice_in_one_rank_is_named() -> None:
-    whole = checksum_of_whole(MATRIX)
-    (first, first_place), (second, second_place) = cut(MATRIX, 0, 2)
-    right = [{"x": checksum_of_slice(first, first_place, MATRIX.shape)}]
+    first_part, second_part = cut(MATRIX, 0, 2)
+    first = by_name(*first_part)
+    second = by_name(*second_part)
     # rank 1 holds the slice of rank 0
-    wrong = checksum_of_slice(first, second_place, MATRIX.shape)
-    assert checksums_of_ranks([*right, {"x": wrong}])["x"] != whole
-    right.append({"x": checksum_of_slice(second, second_place, MATRIX.shape)})
-    assert checksums_of_ranks(right) == {"x": whole}
+    wrong = by_name(first_part[0], second_part[1])
+    whole = checksum_of_whole(MATRIX)
+    right = checksums_of_ranks([first, second])
+    assert right == {"weight": whole}
+    assert checksums_of_ranks([first, wrong])["weight"] != whole
     for by_rank, reason in (
-        ([right[0], right[0]], "the ranks hold the slices 0/2 only"),
-        ([right[0], {}], "rank 1 has no checksum"),
-        ([*right, {"x": wrong}], "rank 2 holds another slice 1/2"),
+        ([first, first], "the ranks hold the slices 0/2 only"),
+        ([first, {}], "rank 1 has no checksum"),
+        ([first, second, wrong], "rank 2 holds another slice 1/2"),
     ):
-        assert reason in checksums_of_ranks(by_rank)["x"]
+        checksum = checksums_of_ranks(by_rank)["weight"]
+        assert reason in checksum
 
 
 def test_slice_that_cuts_a_64_bit_word_is_refused() -> None:
     tensor = torch.zeros(4, 12, dtype=torch.bfloat16)
+    parts = cut(tensor, 1, 2)
     with pytest.raises(LayoutError, match="within a word"):
-        added(tensor, cut(tensor, 1, 2))
+        sum_of_parts(tensor, parts)

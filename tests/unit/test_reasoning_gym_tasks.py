@@ -214,9 +214,9 @@ from invrl.interfaces import TaskSource
 from invrl.user_code.plugins import load_plugin
 load_plugin("{PATH}:gcd", "task_source_path", TaskSource)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
-    last = done.stderr.splitlines()[-1]
+    last = process.stderr.splitlines()[-1]
     assert last.startswith("invrl.errors.PluginError")
     assert "pip install reasoning-gym==0.1.25" in last

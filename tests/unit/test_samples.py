@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,15 @@ def test_the_ledger_lists_the_tasks_and_shows_one_by_its_id(
     assert "use one of: task-0, task-1" in capsys.readouterr().err
     assert cli.main([*ledger, "--tsaks"]) == 2
     assert "did you mean --tasks?" in capsys.readouterr().err
+
+
+def test_unknown_task_of_many_names_the_command_that_lists_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record_run(tmp_path / "my runs")
+    for number in range(31):
+        run.add(f"task-{number}", "x", 0.5)
+    folder = str(run.folder.path)
+    assert cli.main(["ledger", folder, "--task", "nothing-like-it"]) == 2
+    command = capsys.readouterr().err.split("`")[1]
+    assert shlex.split(command) == ["invrl", "ledger", folder, "--tasks"]

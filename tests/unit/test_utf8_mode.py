@@ -68,9 +68,9 @@ def full_width_model(tmp_path: Path) -> Path:
 def test_a_template_of_full_width_characters_becomes_the_same_ids(
     full_width_model: Path,
 ) -> None:
-    done = run_in_ascii_locale("-c", RENDER, str(full_width_model))
-    assert done.returncode == 0, done.stderr
-    rendered = json.loads(done.stdout)
+    process = run_in_ascii_locale("-c", RENDER, str(full_width_model))
+    assert process.returncode == 0, process.stderr
+    rendered = json.loads(process.stdout)
     assert rendered["encoding"].lower() != "utf-8", "else the test shows nothing"
     renderer = load_renderer(str(full_width_model), 512)
     assert rendered["ids"] == renderer.render_first(
@@ -80,15 +80,15 @@ def test_a_template_of_full_width_characters_becomes_the_same_ids(
 
 
 def test_a_command_runs_in_utf8_mode_and_prints_what_no_encoding_has() -> None:
-    done = run_in_ascii_locale("-c", PRINT, "--help")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "a full-width ｜, a lone surrogate \\ud800\n"
-    assert done.stderr == "an umlaut ä\n"
+    process = run_in_ascii_locale("-c", PRINT, "--help")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "a full-width ｜, a lone surrogate \\ud800\n"
+    assert process.stderr == "an umlaut ä\n"
 
 
 def test_a_command_that_cannot_have_utf8_mode_runs_all_the_same() -> None:
     """-I ignores the environment, the mode too: it must not start again and again."""
-    done = run_in_ascii_locale(
+    process = run_in_ascii_locale(
         "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{PRINT}", "--help"
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

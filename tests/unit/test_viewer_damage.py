@@ -68,7 +68,7 @@ def read_elsewhere(folder: Path, cache: Path) -> str:
     prints."""
     script = _READER.format(tests=str(ROOT / "tests"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(folder), str(cache)],
         env=environment,
         capture_output=True,
@@ -76,8 +76,8 @@ def read_elsewhere(folder: Path, cache: Path) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_live_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:

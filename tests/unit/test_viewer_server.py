@@ -303,10 +303,10 @@ def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     flags = ["--export", str(target), "--export-rollouts", "4"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *flags], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert (target / "index.html").is_file()
 
     manifest_text = (target / "data/manifest.js").read_text()

@@ -187,9 +187,9 @@ def test_watching_a_live_run_does_not_change_its_store(tmp_path: Path) -> None:
             str(folder.path),
             "--once",
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert "not shown" not in done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, process.stderr
+        assert "not shown" not in process.stdout
         assert [file.read_bytes() for file in files] == before
 
 

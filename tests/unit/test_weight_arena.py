@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
 from invrl.weights.slot_lease import SlotLease
@@ -23,112 +24,167 @@ SPECS = (
 )
 
 
-def tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype))
-        for s in SPECS
-    }
+NUM_BYTES = 15 * 4 + 7 * 2 + 8 * 4
+READER = """
+import sys
+from tests.unit.test_weight_arena import checksum, read_handle
+
+view = read_handle(sys.argv[1])["c"]
+print(checksum(view))
+view.zero_()
+again = read_handle(sys.argv[1])["c"]
+print(checksum(again))
+"""
+
+Tensors = dict[str, torch.Tensor]
 
 
-def read(handle: str) -> dict[str, torch.Tensor]:
-    at = msgspec.json.decode(handle, type=ArenaHandle)
-    return map_arena(at.path, SPECS)[at.slot]
+def tensors(seed: int) -> Tensors:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    drawn: Tensors = {}
+    for spec in SPECS:
+        values = torch.randn(spec.shape, generator=generator)
+        dtype = getattr(torch, spec.dtype)
+        drawn[spec.name] = values.to(dtype)
+    return drawn
+
+
+def stage(
+    writer: ArenaWriter,
+    *,
+    version: int,
+    seed: int,
+) -> StagedWeights:
+    return writer.stage(
+        WeightVersion(version),
+        tensors(seed).items(),
+    )
+
+
+def place_of(staged: StagedWeights) -> ArenaHandle:
+    return msgspec.json.decode(staged.handle, type=ArenaHandle)
+
+
+def read_handle(handle: str) -> Tensors:
+    place = msgspec.json.decode(handle, type=ArenaHandle)
+    slots = map_arena(place.path, SPECS)
+    return slots[place.slot]
+
+
+def assert_holds(staged: StagedWeights, *, seed: int) -> None:
+    """Read through its handle, as an engine does."""
+    read = read_handle(staged.handle)
+    for name, tensor in tensors(seed).items():
+        assert torch.equal(read[name], tensor)
 
 
 def test_arena_reads_back_the_staged_tensors() -> None:
     writer = ArenaWriter(SPECS)
-    staged = writer.stage(WeightVersion(1), tensors(1).items())
+    staged = stage(writer, version=1, seed=1)
+    assert_holds(staged, seed=1)
     for name, tensor in tensors(1).items():
-        assert torch.equal(read(staged.handle)[name], tensor)
         assert staged.checksums[name] == checksum(tensor)
-    assert staged.num_bytes == 15 * 4 + 7 * 2 + 8 * 4
+    assert staged.num_bytes == NUM_BYTES
 
 
 def test_previous_version_stays_whole_and_a_repeated_version_keeps_its_slot() -> None:
     writer = ArenaWriter(SPECS)
-    first = writer.stage(WeightVersion(1), tensors(1).items())
-    second = writer.stage(WeightVersion(2), tensors(2).items())
-    assert torch.equal(read(first.handle)["a"], tensors(1)["a"])
-    again = writer.stage(WeightVersion(2), tensors(3).items())
-    assert again.handle == second.handle
-    assert torch.equal(read(first.handle)["a"], tensors(1)["a"])
-    assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
-    third = writer.stage(WeightVersion(3), tensors(4).items())
+    first = stage(writer, version=1, seed=1)
+    second = stage(writer, version=2, seed=2)
+    assert_holds(first, seed=1)
+
+    repeated = stage(writer, version=2, seed=3)
+    assert repeated.handle == second.handle
+    assert_holds(first, seed=1)
+    assert_holds(repeated, seed=3)
+
+    third = stage(writer, version=3, seed=4)
     assert third.handle == first.handle
-    assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
+    assert_holds(repeated, seed=3)
 
 
 def test_one_slot_is_written_while_the_other_is_read() -> None:
-    staged = ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items())
-    arena = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    writer = ArenaWriter(SPECS)
+    place = place_of(stage(writer, version=1, seed=1))
+    other_slot = 1 - place.slot
     with (
-        SlotLease(arena.path, arena.slot, writes=False),
-        SlotLease(arena.path, 1 - arena.slot, writes=True),
+        SlotLease(place.path, place.slot, writes=False),
+        SlotLease(place.path, other_slot, writes=True),
         pytest.raises(WeightSyncError, match="still reads slot"),
     ):
-        SlotLease(arena.path, arena.slot, writes=True)
+        SlotLease(place.path, place.slot, writes=True)
 
 
 def test_other_process_can_read_the_arena_and_not_write() -> None:
     writer = ArenaWriter(SPECS)
-    staged = writer.stage(WeightVersion(1), tensors(5).items())
-    program = (
-        "import sys; from tests.unit.test_weight_arena import checksum, read; view = read(sys.argv[1])['c'];"
-        "print(checksum(view)); view.zero_(); print(checksum(read(sys.argv[1])['c']))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", program, staged.handle],
+    staged = stage(writer, version=1, seed=5)
+    reader = subprocess.run(
+        [sys.executable, "-c", READER, staged.handle],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
-    assert out.stdout.split() == [staged.checksums["c"]] * 2
+    unchanged = staged.checksums["c"]
+    assert reader.stdout.split() == [unchanged, unchanged]
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("name", "misfit", "reason"),
     [
-        (lambda t: t | {"a": torch.zeros(5, 3)}, "a: torch.float32"),
-        (lambda t: t | {"b": torch.zeros(7)}, "b: torch.float32"),
-        (lambda t: t | {"z": torch.zeros(1)}, "z: not in the layout"),
-        (lambda t: {"a": t["a"]}, "2 tensors were not staged"),
+        ("a", torch.zeros(5, 3), "a: torch.float32"),
+        ("b", torch.zeros(7), "b: torch.float32"),
+        ("z", torch.zeros(1), "z: not in the layout"),
     ],
+    ids=["other shape", "other dtype", "other name"],
 )
-def test_tensors_that_do_not_fit_the_arena_are_refused(change, match: str) -> None:
-    with pytest.raises(LayoutError, match=match):
-        ArenaWriter(SPECS).stage(WeightVersion(1), change(tensors(1)).items())
+def test_tensors_that_do_not_fit_the_arena_are_refused(
+    name: str,
+    misfit: torch.Tensor,
+    reason: str,
+) -> None:
+    writer = ArenaWriter(SPECS)
+    changed = tensors(1) | {name: misfit}
+    with pytest.raises(LayoutError, match=reason):
+        writer.stage(WeightVersion(1), changed.items())
+
+
+def test_missing_tensors_are_refused() -> None:
+    writer = ArenaWriter(SPECS)
+    only_one = [("a", tensors(1)["a"])]
+    reason = "2 tensors were not staged"
+    with pytest.raises(LayoutError, match=reason):
+        writer.stage(WeightVersion(1), only_one)
 
 
 def test_tensor_staged_twice_is_refused() -> None:
+    writer = ArenaWriter(SPECS)
     twice = [*tensors(1).items(), ("a", tensors(1)["a"])]
     with pytest.raises(LayoutError, match="a: staged twice"):
-        ArenaWriter(SPECS).stage(WeightVersion(1), twice)
+        writer.stage(WeightVersion(1), twice)
 
 
-def test_missing_or_too_small_arena_is_an_error() -> None:
+def test_arena_smaller_than_its_layout_is_an_error() -> None:
     writer = ArenaWriter(SPECS)
-    handle = msgspec.json.decode(
-        writer.stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle
-    )
+    place = place_of(stage(writer, version=1, seed=1))
+    more = TensorSpec(name="d", shape=(4096,), dtype="float32")
     with pytest.raises(RuntimeError):
-        map_arena(
-            handle.path, (*SPECS, TensorSpec(name="d", shape=(4096,), dtype="float32"))
-        )
-    for path in ("/proc/self/fd/987654", "/dev/null"):
-        with pytest.raises(RuntimeError):
-            map_arena(path, SPECS)
+        map_arena(place.path, (*SPECS, more))
+
+
+@pytest.mark.parametrize("path", ["/proc/self/fd/987654", "/dev/null"])
+def test_missing_arena_is_an_error(path: str) -> None:
+    with pytest.raises(RuntimeError):
+        map_arena(path, SPECS)
 
 
 def test_arena_has_no_name_in_the_file_system() -> None:
     """The arena is a memfd: it has no name to be left behind."""
-    handle = msgspec.json.decode(
-        ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items()).handle,
-        type=ArenaHandle,
-    )
-    assert "memfd:invrl-weights" in os.readlink(handle.path)
-    assert os.stat(handle.path).st_nlink == 0
+    writer = ArenaWriter(SPECS)
+    place = place_of(stage(writer, version=1, seed=1))
+    assert "memfd:invrl-weights" in os.readlink(place.path)
+    assert os.stat(place.path).st_nlink == 0
 
 
 def test_arena_layout_with_a_duplicate_name_is_refused() -> None:
@@ -139,10 +195,9 @@ def test_arena_layout_with_a_duplicate_name_is_refused() -> None:
 def test_size_of_an_arena_cannot_be_changed() -> None:
     """A process that maps it would be killed when it touches what was cut off."""
     writer = ArenaWriter(SPECS)
-    staged = writer.stage(WeightVersion(1), tensors(1).items())
-    path = msgspec.json.decode(staged.handle, type=ArenaHandle).path
-    size = os.stat(path).st_size
+    place = place_of(stage(writer, version=1, seed=1))
+    size = os.stat(place.path).st_size
     for other_size in (0, size - 1, size + 1):
         with pytest.raises(PermissionError):
-            os.truncate(path, other_size)
-    assert os.stat(path).st_size == size
+            os.truncate(place.path, other_size)
+    assert os.stat(place.path).st_size == size

@@ -29,11 +29,11 @@ def printed(path: Path, program: str) -> str:
         KEY = {KEY!r}
     """
     text = textwrap.dedent(before) + textwrap.dedent(program)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "before\n"
-    assert done.stderr == ""
+    assert process.stdout == "before\n"
+    assert process.stderr == ""
     return path.read_text()
 
 
@@ -122,11 +122,11 @@ def test_missing_log_folder_does_not_end_the_worker(tmp_path: Path) -> None:
         print("goes on")
         """
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert "cannot be written" in done.stdout
-    assert done.stdout.endswith("goes on\n")
+    assert "cannot be written" in process.stdout
+    assert process.stdout.endswith("goes on\n")
 
 
 @pytest.mark.parametrize(

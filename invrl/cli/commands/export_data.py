@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -278,8 +279,9 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
         objective = "dpo"
     elif options.label_from is not None:
         objective = "kto"
+    data_path = shlex.quote(str(options.out))
     lines.append(
-        f"next: invrl train --objective {objective} --data-path {options.out} --model-path MODEL"
+        f"next: invrl train --objective {objective} --data-path {data_path} --model-path MODEL"
     )
     return "\n".join(lines)
 

