@@ -18,6 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from invrl.errors import ConfigError
 from invrl.user_code.near_path import fix_of_path
@@ -67,8 +68,8 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of the folder, which may have no weights: rendering needs
-    none. Truncation and padding, which may be saved with it, are turned off: it encodes
-    whole texts. Raises ConfigError if tokenizer.json is missing or broken, or if
+    none. Truncation, padding and dropout, which may be saved with it, are turned off: it
+    encodes whole texts, and equal texts alike. Raises ConfigError if tokenizer.json is missing or broken, or if
     tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -81,6 +82,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, BPE):
+        tokenizer.model.dropout = None
     settings_file = path / "tokenizer_config.json"
     if not settings_file.exists():
         return tokenizer
