@@ -57,6 +57,27 @@ def test_an_end_token_that_is_no_id_is_named(model: Path, name: str, end: object
         load_renderer(str(model), 512)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [["x"], [None], [{"name": "default"}], [{"name": "default", "template": 2}], 7],
+)
+def test_a_list_of_templates_that_is_damaged_is_named(model: Path, template: object):
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    change(model / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ConfigError, match=r"chat_template|chat template"):
+        load_renderer(str(model), 512)
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
+def test_a_template_that_is_not_utf8_is_named(model: Path, name: str):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"{Path(name).name} cannot be read"):
+        load_renderer(str(model), 512)
+
+
 def test_several_end_tokens_are_all_known(model: Path):
     change(model / "generation_config.json", eos_token_id=[2, 0])
     check(model)
