@@ -12,7 +12,7 @@ InvrlError
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
 │   ├── NoEngineError      the router has no engine at the moment
-│   └── WrongAnswerError   an engine's reply to a generation cannot be true: it is suspect
+│   └── WrongAnswerError   an engine's reply cannot be read, or cannot be true
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
@@ -107,7 +107,8 @@ class NoEngineError(ServerError):
 
 
 class WrongAnswerError(ServerError):
-    """An engine's reply to a generation cannot be true; none of it is used."""
+    """An engine's reply cannot be read, or cannot be true; none of it is used. After a
+    generation the engine is suspect."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine's answer is wrong: {reason}")

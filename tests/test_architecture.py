@@ -580,7 +580,8 @@ def _makes_text(call: ast.Call) -> bool:
     options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     function = ast.unparse(call.func)
     name = function.rpartition(".")[2]
-    if options.get("text") == "True":  # of subprocess
+    # of subprocess
+    if "True" in (options.get("text"), options.get("universal_newlines")):
         return True
     if name in {"read_text", "write_text", "FileHandler", "TextIOWrapper"}:
         return True
@@ -598,7 +599,7 @@ def _makes_text(call: ast.Call) -> bool:
     if (
         name == "open"
         and isinstance(call.func, ast.Attribute)
-        and mode in {"a", "r", "w", "x"}
+        and set(mode) <= set("+artwx")
     ):
         is_file = True
     return is_file and "b" not in mode

@@ -2,8 +2,8 @@
 program, and may be wrong.
 
 Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a
-softmax can have, as many as were counted and no more than were requested, sampled by
-weights that exist. An aborted reply may be shorter than its counts, because it is never
+softmax can have, as many as were counted and no more than were requested, sampled after
+the prompt that was sent, by weights that exist. An aborted reply may be shorter than its counts, because it is never
 trained.
 """
 
@@ -33,6 +33,7 @@ class AnswerCheck:
         self,
         *,
         rid: str,
+        prompt_tokens: int,
         vocab_size: int,
         max_new_tokens: int,
         top_logprobs: int,
@@ -41,6 +42,7 @@ class AnswerCheck:
         """`top_logprobs`: number of likeliest tokens that each sampled one must have.
         `newest_version`: None if it is unknown."""
         self._rid = rid
+        self._prompt_tokens = prompt_tokens
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._top_logprobs = top_logprobs
@@ -106,6 +108,10 @@ class AnswerCheck:
     def _check_counts(
         self, output_ids: Sequence[int], logprob_ids: Sequence[int], meta: MetaInfo
     ) -> None:
+        if meta.prompt_tokens != self._prompt_tokens:
+            raise WrongAnswerError(
+                f"the engine consumed {meta.prompt_tokens} prompt tokens, {self._prompt_tokens} were sent"
+            )
         if len(output_ids) != len(logprob_ids):
             raise WrongAnswerError(
                 f"{len(output_ids)} token ids came with {len(logprob_ids)} log-probs"

@@ -170,7 +170,7 @@ class ExternalEngine:
             raise ServerError(f"it answers {IDENTITY_PATH} with {answer.status_code}")
         try:
             return msgspec.json.decode(answer.content, type=EngineIdentity)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"it answers as another version of invrl would: {error}"
             raise ConfigError(_FIELD, self.url, reason, _OUR_LAUNCHER) from error
 

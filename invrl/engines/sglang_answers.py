@@ -1,17 +1,20 @@
-"""JSON of SGLang's `/generate` responses: the fields that we read. Decoding checks
-them."""
+"""JSON of SGLang's responses: the fields that we read. Decoding checks them, and raises
+WrongAnswerError for a response of another form."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import msgspec
 
 from invrl.engines.http_connection import HttpConnection
 from invrl.engines.version_spans import EngineSpan
-from invrl.errors import ServerError, WrongAnswerError
+from invrl.errors import WrongAnswerError
 from invrl.types.turns import FinishReason
+
+_T = TypeVar("_T")
 
 TokenLogprob = tuple[float, int, str | None]
 """Log-prob, token id, and text, which we do not request."""
@@ -47,7 +50,8 @@ class GenerateEvent(msgspec.Struct):
 
     meta_info: MetaInfo | None = None
     output_ids: list[int] = []
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw()
+    """Present instead of tokens if the engine has failed the generation."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,14 +71,16 @@ class _Loads(msgspec.Struct):
     loads: list[EngineLoad]
 
 
+class _Drained(msgspec.Struct):
+    drained: bool
+
+
+class _Version(msgspec.Struct):
+    weight_version: str
+
+
 def decode_load(data: bytes) -> EngineLoad:
-    """Decode a load. Raises ServerError for a response of another form."""
-    try:
-        loads = msgspec.json.decode(data, type=_Loads).loads
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ServerError(
-            f"the engine's load cannot be read: {error}: {data[:200]!r}"
-        ) from None
+    loads = _decode(data, _LOADS).loads
     if len(loads) == 1:
         return loads[0]
     number = max(1, len(loads))
@@ -87,15 +93,30 @@ def decode_load(data: bytes) -> EngineLoad:
     )
 
 
-_DECODER = msgspec.json.Decoder(GenerateEvent)
+_EVENT = msgspec.json.Decoder(GenerateEvent)
+_LOADS = msgspec.json.Decoder(_Loads)
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 
 
 def decode_event(data: bytes) -> GenerateEvent:
+    return _decode(data, _EVENT)
+
+
+def decode_drained(data: bytes) -> bool:
+    """Return whether an engine has drained."""
+    return _decode(data, msgspec.json.Decoder(_Drained)).drained
+
+
+def decode_weight_version(data: bytes) -> str:
+    """Return an engine's name for its weights."""
+    return _decode(data, msgspec.json.Decoder(_Version)).weight_version
+
+
+def _decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
-        return _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WrongAnswerError(f"it cannot be read: {error}: {data[:200]!r}") from None
 
 
@@ -109,10 +130,7 @@ class _PromptAnswer(msgspec.Struct):
 
 def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
     """Return the log-prob of each token [T] of each prompt; None for the first."""
-    try:
-        answers = msgspec.json.decode(data, type=list[_PromptAnswer])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WrongAnswerError(f"it cannot be read: {error}: {data[:200]!r}") from None
+    answers = _decode(data, msgspec.json.Decoder(list[_PromptAnswer]))
     return [answer.meta_info.input_token_logprobs for answer in answers]
 
 

@@ -44,9 +44,11 @@ from invrl.engines.sglang_answers import (
     EngineLoad,
     GenerateEvent,
     MetaInfo,
+    decode_drained,
     decode_event,
     decode_load,
     decode_prompt_logprobs,
+    decode_weight_version,
     events_of,
 )
 from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
@@ -171,7 +173,6 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     finish_reason: FinishReason
     matched_stop: int | str | None
     """Token id or string that ended it."""
-    prompt_tokens: int
     cached_tokens: int
     experts_TLK: RoutedExperts | None = None
     """Experts of the turn's tokens: those of the prompt that no earlier turn has, then
@@ -333,6 +334,7 @@ class SglangClient:
     def _reader(self, request: GenerateRequest) -> _GenerationReader:
         check = AnswerCheck(
             rid=request.rid,
+            prompt_tokens=len(request.input_ids_T),
             vocab_size=self.limits.vocab_size,
             max_new_tokens=request.sampling.max_new_tokens,
             top_logprobs=request.top_logprobs,
@@ -410,7 +412,7 @@ class SglangClient:
         reply = await self._control(
             path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S
         )
-        return orjson.loads(reply) == {"drained": True}
+        return decode_drained(reply)
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})
@@ -459,12 +461,12 @@ class SglangClient:
     async def name_weights(self, version: WeightVersion) -> str:
         """Name what is loaded, and read back the name. Running requests go on."""
         reply = await self._control(f"{NAME_PATH}?version={version}", {})
-        return str(orjson.loads(reply)["weight_version"])
+        return decode_weight_version(reply)
 
     async def weight_version(self) -> str:
         """Return the engine's name for its weights."""
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
-        return str(orjson.loads(answer)["weight_version"])
+        return decode_weight_version(answer)
 
     async def loader_reply(self, name: str) -> bytes:
         """Return the reply of the engine's weight loader with this name; each reply is
@@ -587,7 +589,7 @@ class _GenerationReader:
     def add(self, event: GenerateEvent) -> GenerateChunk:
         meta = event.meta_info
         if meta is None:
-            detail = bytes(event.error or b"")[:500].decode(errors="replace")
+            detail = bytes(event.error)[:500].decode(errors="replace")
             raise ServerError(f"the engine failed a generation: {detail}")
         self._check.check_event(event, meta)
         self._meta = meta
@@ -629,7 +631,6 @@ class _GenerationReader:
             spans=self._versions.spans,
             finish_reason=finish.type,
             matched_stop=matched_stop,
-            prompt_tokens=meta.prompt_tokens,
             cached_tokens=meta.cached_tokens,
             experts_TLK=self._turn_experts(meta, finish.type),
         )

@@ -15,7 +15,7 @@ from invrl.families.model_config import (
 )
 from invrl.families.parameter import layer_parameter
 from invrl.families.refusal import refused
-from invrl.families.rope import Rope, rope_of
+from invrl.families.rope import Rope, rope_fields, rope_of
 from invrl.types.tasks import Json
 
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -58,6 +58,7 @@ class Gemma3Config(HuggingFaceConfig):
             "layer_types" not in config
             and isinstance(layers, int)
             and isinstance(pattern, int)
+            and pattern > 0
         ):
             fields["layer_types"] = [
                 "sliding_attention" if (layer + 1) % pattern else "full_attention"
@@ -94,27 +95,19 @@ class Gemma3Config(HuggingFaceConfig):
 def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
     """Return the rotary positions of layers without a window and with one, in the form
     of transformers 4 (a scaling belongs to the first) or by layer kind."""
-    parameters = config.get("rope_parameters")
-    by_kind = parameters if isinstance(parameters, Mapping) else {}
-    scaling = config.get("rope_scaling")
-    without_window = _parameters(by_kind, "full_attention")
-    if isinstance(scaling, Mapping):
-        without_window = dict(without_window) | dict(scaling)
+    by_kind = rope_fields(config, "rope_parameters")
+    without_window = dict(rope_fields(by_kind, "full_attention"))
+    without_window |= rope_fields(config, "rope_scaling")
     local = dict(config)
     local["rope_theta"] = config.get("rope_local_base_freq")
     return (
         rope_of(without_window, config, default_theta=_GLOBAL_THETA),
         rope_of(
-            _parameters(by_kind, "sliding_attention"), local, default_theta=_LOCAL_THETA
+            rope_fields(by_kind, "sliding_attention"),
+            local,
+            default_theta=_LOCAL_THETA,
         ),
     )
-
-
-def _parameters(by_kind: Mapping[str, Json], kind: LayerType) -> Mapping[str, Json]:
-    parameters = by_kind.get(kind)
-    if isinstance(parameters, Mapping):
-        return parameters
-    return {}
 
 
 _LLAMA_MLP_NORM = "pre_mlp_layernorm.weight"

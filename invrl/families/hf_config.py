@@ -9,7 +9,7 @@ process starts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import get_args
@@ -46,3 +46,22 @@ def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise refused(name, config.get(name), first["msg"]) from None
+
+
+def unfitting_tensors(config: HuggingFaceConfig, names: Collection[str]) -> str:
+    """Return how the tensors of a folder differ from those of the model that its
+    config.json describes; "" if they do not."""
+    expected = {
+        name
+        for parameter in FAMILIES[config.model_type].parameters(config)
+        for name in parameter.hugging_face
+    }
+    given = {name for name in names if not config.leaves_out(name)}
+    if given == expected:
+        return ""
+    missing = sorted(expected - given)
+    unknown = sorted(given - expected)
+    return (
+        f"the weights are not those that config.json describes: {len(missing)} tensors are missing "
+        f"{missing[:3]}, {len(unknown)} are not of a {config.model_type} model {unknown[:3]}"
+    )

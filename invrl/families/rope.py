@@ -111,10 +111,18 @@ def partial_rotary(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _parameters(config: Mapping[str, Json]) -> Mapping[str, Json]:
     """Return the rope's fields in a config.json."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters")
-    if isinstance(parameters, Mapping):
-        return parameters
-    return {}
+    return rope_fields(config, "rope_scaling") or rope_fields(config, "rope_parameters")
+
+
+def rope_fields(config: Mapping[str, Json], name: str) -> Mapping[str, Json]:
+    """Return the object `name` of a config.json; an empty one if it is missing or null.
+    Raises ConfigError for another value, which would silently mean plain positions."""
+    fields = config.get(name)
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise refused(name, fields, "it is not an object")
+    return fields
 
 
 def rope_of(
@@ -125,7 +133,8 @@ def rope_of(
     fields: dict[str, Json] = {
         name: value for name, value in parameters.items() if value is not None
     }
-    fields.setdefault("rope_theta", config.get("rope_theta") or default_theta)
+    theta = config.get("rope_theta")
+    fields.setdefault("rope_theta", default_theta if theta is None else theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     rope = ROPES.get(str(kind))
     if rope is None:

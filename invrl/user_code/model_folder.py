@@ -18,6 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from invrl.errors import ConfigError
 from invrl.user_code.near_path import fix_of_path
@@ -67,8 +68,8 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of the folder, which may have no weights: rendering needs
-    none. Truncation and padding, which may be saved with it, are turned off: it encodes
-    whole texts. Raises ConfigError if tokenizer.json is missing or broken, or if
+    none. Truncation, padding and dropout, which may be saved with it, are turned off: it
+    encodes whole texts, and equal texts alike. Raises ConfigError if tokenizer.json is missing or broken, or if
     tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -81,6 +82,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, BPE):
+        tokenizer.model.dropout = None
     settings_file = path / "tokenizer_config.json"
     if not settings_file.exists():
         return tokenizer
@@ -207,7 +210,7 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _refuse(folder, f"it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refuse(folder, f"{path.name} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise _refuse(folder, f"{path.name} is not a JSON object")
@@ -247,12 +250,17 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Return tensor name -> shape, of all weights of a folder that has passed
-    `check_model_folder`."""
-    shapes: dict[str, list[int]] = {}
-    for shard in sorted(set(tensor_files(path).values())):
-        shapes |= _shapes(shard)
-    return shapes
+    """Return the shape of each tensor of the index. Raises ConfigError for a shard that
+    is incomplete, or that lacks a tensor of the index."""
+    files = tensor_files(path)
+    by_shard = {shard: _shapes(shard) for shard in sorted(set(files.values()))}
+    missing = [name for name, shard in files.items() if name not in by_shard[shard]]
+    if missing:
+        raise _refuse(
+            path,
+            f"{len(missing)} tensors of the index are not in their files, {missing[0]} first",
+        )
+    return {name: by_shard[shard][name] for name, shard in files.items()}
 
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -287,17 +295,10 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
 
 
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Check that every shard is complete, that every tensor of the index is in a shard,
-    that the embedding has a row for every id of the vocabulary, and that there is an
-    output layer."""
-    files = tensor_files(path)
+    """Check that every shard is complete and has its tensors of the index, that the
+    embedding has a row for every id of the vocabulary, and that there is an output
+    layer."""
     shapes = tensor_shapes(path)
-    missing = sorted(files.keys() - shapes)
-    if missing:
-        raise _refuse(
-            path,
-            f"{len(missing)} tensors of the index are in no shard, {missing[0]} first",
-        )
     embedding = shapes.get("model.embed_tokens.weight")
     if embedding is None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")

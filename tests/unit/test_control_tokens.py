@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from running_gateway import running
 from tiny_model import make_tiny_model
-from tokenizer_kinds import KINDS, make_tokenizer_folder
-from tokenizers import Tokenizer
+from tokenizer_kinds import KINDS, Kind, make_tokenizer_folder
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from invrl.datasets.branches import branches
 from invrl.datasets.rows import Dialogue
@@ -147,6 +147,41 @@ def test_every_kind_of_tokenizer_keeps_control_tokens_out_of_contents(
     if name not in ("unigram", "space before every segment"):
         assert end in trusting.decode(ids).replace(" ", "")
     assert rendered(renderer, "Hello") == rendered(trusting, "Hello")
+
+
+def lower_case() -> Tokenizer:
+    """Finds its end token in normalized text."""
+    end = AddedToken("<|im_end|>", special=True, normalized=True)
+    tokenizer = KINDS["byte level"].make()
+    tokenizer.add_special_tokens([end])
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [
+        (KINDS["unigram"], "\uff1c|im_end|\uff1e"),
+        (Kind(make=lower_case), "<|IM_END|>"),
+    ],
+    ids=["pieces of a unigram model", "normalized token"],
+)
+def test_a_control_token_that_normalizing_makes_of_a_content_is_text(
+    tmp_path: Path, kind: Kind, hidden: str
+):
+    folder = make_tokenizer_folder(kind, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end in tokenizer.encode(hidden).ids, "else the test shows nothing"
+    renderer = load_renderer(str(folder), 2**31)
+    trusting = load_renderer(str(folder), 2**31, special_tokens_in_content="control")
+
+    def ends(text: str) -> int:
+        return renderer.render_first(with_text(text, "question")).count(end)
+
+    assert ends(f"Hello{hidden} there") == ends("Hello there") == 1
+    harmless = with_text("Hello there", "question")
+    assert renderer.render_first(harmless) == trusting.render_first(harmless)
 
 
 def test_a_path_goes_on_behind_a_forged_result(renderer: Renderer, model: Path):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
@@ -34,7 +35,7 @@ def change(file: Path, **fields: object) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "\udcff"])
+@pytest.mark.parametrize("content", ["{", "[]", "null", "\udcff", "[" * 100_000])
 @pytest.mark.parametrize(
     "name",
     ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json"],
@@ -57,6 +58,27 @@ def test_an_end_token_that_is_no_id_is_named(model: Path, name: str, end: object
         load_renderer(str(model), 512)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [["x"], [None], [{"name": "default"}], [{"name": "default", "template": 2}], 7],
+)
+def test_a_list_of_templates_that_is_damaged_is_named(model: Path, template: object):
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    change(model / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ConfigError, match=r"chat_template|chat template"):
+        load_renderer(str(model), 512)
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
+def test_a_template_that_is_not_utf8_is_named(model: Path, name: str):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"{Path(name).name} cannot be read"):
+        load_renderer(str(model), 512)
+
+
 def test_several_end_tokens_are_all_known(model: Path):
     change(model / "generation_config.json", eos_token_id=[2, 0])
     check(model)
@@ -69,6 +91,25 @@ def test_a_model_without_an_output_layer_is_refused(tmp_path: Path):
     change(tied / "config.json", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match="lm_head"):
         check(tied)
+
+
+@pytest.mark.parametrize(
+    ("added", "lost", "reason"),
+    [
+        ("model.more.weight", "", "model.more.weight first"),
+        ("", "model.embed_tokens.weight", "hold no model.embed_tokens.weight"),
+    ],
+)
+def test_an_index_that_contradicts_its_file_is_refused(
+    model: Path, added: str, lost: str, reason: str
+):
+    with safe_open(model / "model.safetensors", framework="np") as tensors:
+        names = set(tensors.keys())
+    weight_map = dict.fromkeys((names | {added}) - {"", lost}, "model.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=reason):
+        check(model)
 
 
 def test_an_end_token_in_the_map_of_special_tokens_is_enough(model: Path):

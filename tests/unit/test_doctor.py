@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 from invrl.cli import main as cli
@@ -136,6 +137,15 @@ without_template = model_json("tokenizer_config.json", chat_template=None)
 def truncated_weights(plot: Plot) -> None:
     file = plot.model / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1000)
+
+
+def lost_layer(plot: Plot) -> None:
+    file = plot.model / "model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "layers.1." not in name},
+        file,
+    )
 
 
 def full_disk(plot: Plot) -> None:
@@ -464,6 +474,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         FAILED,
         "not support",
         "model",
+    ),
+    (
+        "missing tensor",
+        lost_layer,
+        "servable model",
+        FAILED,
+        "tensors are missing",
+        "belong together",
     ),
     (
         "window",

@@ -4,16 +4,23 @@ weights are known."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from invrl.engines.answer_check import AnswerCheck
-from invrl.engines.sglang_answers import decode_event, events_of
+from invrl.engines.sglang_answers import (
+    decode_drained,
+    decode_event,
+    decode_load,
+    decode_prompt_logprobs,
+    decode_weight_version,
+    events_of,
+)
 from invrl.engines.sglang_client import GenerateRequest, _GenerationReader
-from invrl.errors import ServerError
+from invrl.errors import ServerError, WrongAnswerError
 from invrl.types.sessions import Sampling
 
 
@@ -62,6 +69,7 @@ def reader() -> _GenerationReader:
     )
     check = AnswerCheck(
         rid=request.rid,
+        prompt_tokens=1,
         vocab_size=100,
         max_new_tokens=8,
         top_logprobs=0,
@@ -82,6 +90,42 @@ def test_weights_that_changed_at_an_unknown_token_are_refused_unless_nothing_is_
     else:
         with pytest.raises(ServerError, match="does not say where"):
             generation.end()
+
+
+def test_an_error_of_the_engine_is_reported_in_its_words() -> None:
+    with pytest.raises(ServerError, match="out of memory") as failed:
+        reader().add(decode_event(b'{"error": {"message": "out of memory"}}'))
+    assert not isinstance(failed.value, WrongAnswerError)
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        decode_drained,
+        decode_event,
+        decode_load,
+        decode_prompt_logprobs,
+        decode_weight_version,
+    ],
+)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"null",
+        b"[7]",
+        b"\xff",
+        b'{"loads": 7, "drained": 7, "weight_version": 7, "output_ids": 7}',
+        b'{"later": ' + b"[" * 100_000,
+        b'[{"later": ' + b"[" * 100_000,
+    ],
+    ids=["empty", "null", "list", "no UTF-8", "other types", "deep", "deep in a list"],
+)
+def test_an_answer_that_cannot_be_read_is_a_wrong_answer(
+    decode: Callable[[bytes], object], data: bytes
+) -> None:
+    with pytest.raises(WrongAnswerError, match="cannot be read"):
+        decode(data)
 
 
 def test_an_answer_to_another_generation_is_refused() -> None:

@@ -39,7 +39,7 @@ async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(
         await gateway.client(session).chat.completions.create(
             model="tiny", messages=[ASK]
         )
-    assert {turn.finish_reason for turn in gateway.turns(session)} == {"abort"}
+    assert gateway.turns(session) == []
 
 
 async def test_a_generation_that_breaks_off_is_not_begun_again(gateway: Running):

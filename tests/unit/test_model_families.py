@@ -273,6 +273,13 @@ def test_null_in_config_json_means_the_default() -> None:
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"rope_parameters": [8.0]}, "rope_parameters"),
+        ({"rope_theta": 0}, "rope_parameters"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 1e6}},
+            "full_attention",
+        ),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
     ],

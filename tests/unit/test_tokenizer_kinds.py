@@ -4,6 +4,7 @@ whole."""
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,19 @@ def test_the_check_fails_where_the_same_text_has_other_ids(
     assert "wrong" in {
         finding.outcome for finding in check_template(kind_renderer, Parsers())
     }
+
+
+def test_a_dropout_that_was_saved_with_the_tokenizer_is_off(
+    tmp_path: Path, folders: dict[str, Path]
+):
+    without = folders["byte level"]
+    folder = shutil.copytree(without, tmp_path / "model")
+    description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    description["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    prompt = Prompt(messages=CONVERSATION)
+    expected = renderer(without).render_first(prompt)
+    assert renderer(folder).render_first(prompt) == expected
 
 
 NAMED = [

@@ -182,6 +182,7 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
         meta(finish_reason={"type": "stop", "matched": 512}),
         "token id 512 is outside",
     ),
+    "another prompt": (meta(prompt_tokens=11), "consumed 11 prompt tokens, 10 were"),
     "more cached than the prompt has": (
         meta(cached_tokens=99),
         "are said to be cached",

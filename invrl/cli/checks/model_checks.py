@@ -142,10 +142,18 @@ def _check_like_policy(
 
 def check_servable(config: Config) -> None:
     """Check that the engine computes the same model as the trainer, by the known
-    differences of its family."""
-    from invrl.families.hf_config import read_hf_config
+    differences of its family, and that no tensor is missing: SGLang serves whatever is
+    in the memory of such a one."""
+    from invrl.families.hf_config import read_hf_config, unfitting_tensors
+    from invrl.user_code.model_folder import tensor_files
 
-    read_hf_config(config.model.folder).check_served()
+    folder = config.model.folder
+    model = read_hf_config(folder)
+    model.check_served()
+    reason = unfitting_tensors(model, tensor_files(folder))
+    if reason:
+        fix = "give a folder whose files belong together"
+        raise ConfigError("model.model_path", str(folder), reason, fix)
 
 
 def check_engine_here(config: Config, machine: Machine) -> None:

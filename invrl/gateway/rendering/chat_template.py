@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
 from invrl.gateway.rendering.renderer import Template
@@ -52,6 +54,11 @@ class TemplateSources:
         return cls(default=text, tool_use=text)
 
 
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
 def template_sources(
     model_path: str, chat_template: str | None = None
 ) -> TemplateSources:
@@ -81,10 +88,18 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
     by_name = {}
     default = folder / "chat_template.jinja"
     if default.exists():
-        by_name["default"] = default.read_text(encoding="utf-8")
+        by_name["default"] = _read_own(default, folder)
     for file in sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja")):
-        by_name[file.stem] = file.read_text(encoding="utf-8")
+        by_name[file.stem] = _read_own(file, folder)
     return by_name
+
+
+def _read_own(file: Path, folder: Path) -> str:
+    """Read a template of the model folder. Raises ConfigError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(folder, f"{file.name} cannot be read: {error}") from None
 
 
 def _templates_in_settings(folder: Path) -> dict[str, str]:
@@ -92,10 +107,20 @@ def _templates_in_settings(folder: Path) -> dict[str, str]:
     ones."""
     template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        return {named["name"]: named["template"] for named in template}
+        try:
+            named = msgspec.convert(template, list[_NamedTemplate])
+        except msgspec.ValidationError as error:
+            reason = f"chat_template in tokenizer_config.json is damaged: {error}"
+            raise _damaged(folder, reason) from None
+        return {entry.name: entry.template for entry in named}
     if isinstance(template, str):
         return {"default": template}
     return {}
+
+
+def _damaged(folder: Path, reason: str) -> ConfigError:
+    fix = "repair it, or give --chat-template-path FILE"
+    return ConfigError("model.model_path", str(folder), reason, fix)
 
 
 def read_template(chat_template: str) -> str:

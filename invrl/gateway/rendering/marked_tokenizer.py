@@ -2,7 +2,8 @@
 (`content_marks.py`): a marked one becomes the ids of its characters, like any other
 text; everything else is tokenized as usual.
 
-A second tokenizer handles texts with marks. It is the same one, except that each
+A second tokenizer handles texts with marks, and every text if a control token could
+appear in it unmarked, because texts are normalized. It is the same one, except that each
 control token has another, secret text in it. In the rendered text, the control tokens
 without a mark (the template's) are replaced by these secret texts, and the marks are
 removed. The remaining control tokens are then ordinary text.
@@ -40,7 +41,7 @@ class MarkedTokenizer:
         self, text: str, *, inside: bool = False, max_ids: int | None = None
     ) -> list[int]:
         """Encode like the tokenizer."""
-        if MARK not in text:
+        if MARK not in text and not self._tokenizer.finds_normalized_tokens:
             return self._tokenizer.encode(text, inside=inside, max_ids=max_ids)
         if self._pattern is not None:
             text = self._pattern.sub(lambda match: self._secret_texts[match[0]], text)

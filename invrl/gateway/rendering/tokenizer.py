@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
 from invrl.gateway.rendering.token_bound import TokenBound, token_bound
@@ -82,6 +83,18 @@ class FastTokenizer:
         tokens = self._backend.get_added_tokens_decoder().values()
         return frozenset(
             token.content for token in tokens if token.special or not special_only
+        )
+
+    @cached_property
+    def finds_normalized_tokens(self) -> bool:
+        """Whether a text may have the id of a token that only its normalized form
+        contains: NFKC makes `<s>` of full-width characters."""
+        if self._backend.normalizer is None:
+            return False
+        # Only BPE cannot make a special token out of pieces.
+        tokens = self._backend.get_added_tokens_decoder().values()
+        return not isinstance(self._backend.model, BPE) or any(
+            token.normalized for token in tokens
         )
 
     def with_other_texts(self, texts: Mapping[str, str]) -> "FastTokenizer":

@@ -211,7 +211,7 @@ class Teacher:
             )
         try:
             answer = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ServerError(

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
 from invrl.errors import TrainError
+from invrl.families.hf_config import unfitting_tensors
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.families.parameter import Parameter, join, split
 from invrl.families.registry import FAMILIES
@@ -75,15 +76,10 @@ def read_weights(
             f"{config.model_type}: the family file lacks {sorted(unknown)[:5]}"
         )
     files = tensor_files(Path(folder))
-    expected_names = {name for parameter in table for name in parameter.hugging_face}
-    file_names = {name for name in files if not config.leaves_out(name)}
-    if expected_names != file_names:
-        missing = sorted(expected_names - file_names)
-        unknown_to_family = sorted(file_names - expected_names)
+    reason = unfitting_tensors(config, files)
+    if reason:
         raise TrainError(
-            f"the weights in {folder} are not those that its config.json describes: {len(missing)} tensors "
-            f"are missing {missing[:3]}, {len(unknown_to_family)} are not of a {config.model_type} model "
-            f"{unknown_to_family[:3]}. Give a folder whose files belong together"
+            f"{folder}: {reason}. Give a folder whose files belong together"
         )
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for parameter in table:
