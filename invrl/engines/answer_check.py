@@ -3,8 +3,8 @@ program, and may be wrong.
 
 Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a
 softmax can have, as many as were counted and no more than were requested, sampled after
-the prompt that was sent, by weights that exist. An aborted reply may be shorter than its counts, because it is never
-trained.
+the prompt that was sent, by weights that exist. An aborted reply may be shorter than
+its counts, because it is never trained.
 """
 
 from collections.abc import Callable, Sequence
