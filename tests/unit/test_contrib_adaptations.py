@@ -13,6 +13,7 @@ from invrl.contrib.adaptive_entropy import AdaptiveEntropy
 from invrl.contrib.adaptive_kl import AdaptiveKL
 from invrl.interfaces import Adaptation
 
+PLAIN = AlgorithmConfig()
 BONUS = AlgorithmConfig(entropy=EntropyConfig(coefficient=0.1))
 
 
@@ -29,7 +30,7 @@ def after(
 def entropy_coefficient(
     adaptation: Adaptation,
     state: Mapping[str, float],
-    config: AlgorithmConfig = AlgorithmConfig(),
+    config: AlgorithmConfig = PLAIN,
 ) -> float:
     within = adaptation.within(config, state)
     assert within.entropy is not None
