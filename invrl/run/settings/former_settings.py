@@ -346,15 +346,20 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
     tables.pop("simko", None)
     for setting, values in FORMER_VALUES.items():
         value = algorithm.get(setting)
-        algorithm[setting] = values.get(value, value)
+        if value in values:
+            algorithm[setting] = values[value]
         if value in ("dppo_tv_topk", "dppo_kl_topk"):
             plugin[plugin_name(values[value])] = dppo
             tables.pop("dppo", None)
     entropy = plugin.get("AdaptiveEntropy", {})
+    is_learned = is_weighted and bool(plugin.get("LearnedExponent", {}).get("lr"))
+    is_weighted = is_learned or (
+        is_weighted and bool(plugin.get("LengthWeight", {}).get("exponent"))
+    )
     is_on = {
         "RouterShift": "RouterShift" in plugin,
         "LengthWeight": is_weighted,
-        "LearnedExponent": is_weighted and bool(plugin["LearnedExponent"]["lr"]),
+        "LearnedExponent": is_learned,
         "AdaptiveKL": "AdaptiveKL" in plugin,
         "AdaptiveEntropy": bool({"target", "ceiling"} & entropy.keys()),
     }
