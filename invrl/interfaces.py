@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types.batches import TakenBatch, TrainBatch
+from invrl.types.batches import TakenBatch, TrainBatch, TrainedCounts
 from invrl.types.file_entry import FileEntries
 from invrl.types.groups import DroppedGroup, Group, GroupOutcome, TaskHistory
 from invrl.types.leases import GroupLease
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from torch import Tensor
 
-    from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
+    from invrl.algorithms.config import AlgorithmConfig
+    from invrl.algorithms.loss_inputs import (
+        LossInputs,
+        LossOutputs,
+        RowWeights,
+        TokenWeights,
+    )
+    from invrl.algorithms.surrogates import SurrogateInputs, TokenLosses
+    from invrl.run.settings.config import Config
 
 # ----------------------------------------------------------------- what users write
 
@@ -242,6 +250,75 @@ class PolicyLoss(Protocol):
     ) -> Tensor: ...
 
 
+class MeasuredPolicyLoss(Protocol):
+    """A policy loss of one argument, as the built-in ones: it gets all inputs and
+    settings, and returns numbers for the metrics with the losses. The attribute `needs`
+    (`algorithms.objectives.Needs`) says what it reads besides."""
+
+    def __call__(self, of: SurrogateInputs) -> TokenLosses: ...
+
+
+class OldPolicy(Protocol):
+    """The old policy, in which a ratio current/old begins: log-probs [N], without
+    gradient. May have the attribute `needs`."""
+
+    def __call__(self, inputs: LossInputs) -> Tensor: ...
+
+
+class RatioWeight(Protocol):
+    """A factor of each token's ratio current/old, before it is clipped or averaged over
+    a row. May have the attribute `needs`."""
+
+    def __call__(self, inputs: LossInputs) -> TokenWeights: ...
+
+
+@runtime_checkable
+class RowWeight(Protocol):
+    """A factor of the token losses of each row, after the aggregation."""
+
+    def numbers(self, trained: TrainedCounts) -> Mapping[str, Mapping[str, float]]:
+        """Return numbers of the rollouts of a mini-batch by rollout id and name, equal
+        on every rank. They are then in `inputs.numbers` of the rollout's rows."""
+        ...
+
+    def __call__(
+        self, inputs: LossInputs, weight_R: Tensor, losses_N: Tensor
+    ) -> RowWeights:
+        """Return the weights, given those of the aggregation and the losses [N]. Not
+        called without a row."""
+        ...
+
+
+@runtime_checkable
+class Adaptation(Protocol):
+    """Changes settings of the algorithm during a run, from what was measured. Its state
+    is numbers: they are saved in checkpoints, and are metrics of the step under their
+    names. All calls are equal on every rank."""
+
+    after_each: Literal["batch", "optimizer_step"]
+    means: Sequence[str]
+    """Names of the metrics that it reads as means over tokens."""
+    sums: Sequence[str]
+    """Names of those that it reads as sums."""
+
+    def start(self, algorithm: AlgorithmConfig) -> Mapping[str, float]:
+        """Return the state at the start of a run."""
+        ...
+
+    def __call__(
+        self, state: Mapping[str, float], measured: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """Return the state after a batch, or an optimizer step, with these metrics.
+        Not called after one without a finite loss."""
+        ...
+
+    def within(
+        self, algorithm: AlgorithmConfig, state: Mapping[str, float]
+    ) -> AlgorithmConfig:
+        """Return the settings with the state in them."""
+        ...
+
+
 class Objective(Protocol):
     """The loss that a training step minimizes, from the trained tokens of one
     micro-batch. It is a scalar that depends on `inputs.current_N` or
@@ -250,6 +327,15 @@ class Objective(Protocol):
     says which log-probs it also reads."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+@runtime_checkable
+class ChecksSettings(Protocol):
+    """User code of the algorithm that contradicts other settings."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError at a contradiction, before anything starts."""
+        ...
 
 
 # ----------------------------------------------------------------- seams of the loop

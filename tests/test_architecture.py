@@ -61,6 +61,7 @@ MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["contrib"] = {"algorithms"}
 ROOMS: dict[str, tuple[str, ...]] = {
     "train": (
         "runtime",
@@ -265,6 +266,40 @@ def test_packages_import_only_what_they_may() -> None:
 
     fix = "pass the value in, or move what both need to a lower package; see MAY_IMPORT"
     check("Packages import downwards", faults(), fix)
+
+
+def test_nothing_imports_contrib() -> None:
+    """Not for types either: settings name it by import path, as they name user code."""
+
+    def faults() -> Iterator[str]:
+        for path in SOURCES:
+            if package_of(name_of(path)) == "contrib":
+                continue
+            for node in nodes_of(path):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                for name in names:
+                    if f"{name}.".startswith("invrl.contrib."):
+                        yield f"{place(path, node.lineno)}: imports {name}"
+
+    fix = "extend the Protocol in invrl/interfaces.py with what the plug-in needs"
+    check("contrib is loaded as user code is", faults(), fix)
+
+
+def test_contrib_does_not_import_torch_before_a_loss_is_computed() -> None:
+    faults = (
+        f"{place(path, node.lineno)}: {ast.unparse(node)}"
+        for name, path in MODULES.items()
+        if package_of(name) == "contrib"
+        for node in tree_of(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and ast.unparse(node).split()[1].split(".")[0] == "torch"
+    )
+    fix = "import it for types, or inside the function"
+    check("The driver loads contrib and holds no tensor", faults, fix)
 
 
 def room_of(module: str) -> str:

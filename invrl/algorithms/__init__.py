@@ -5,11 +5,11 @@
 | how a reward becomes an advantage | `advantages.py` |
 | the loss of a micro-batch, where the axes meet | `losses.py` |
 | the ratio current/old | `ratios.py` |
-| the old policy: recomputed, the engine's, interpolated | `old_policy.py` |
+| the old policy: recomputed, the engine's, the user's | `old_policy.py` |
 | the policy loss of one token (clipping) | `surrogates.py` |
 | the off-policy correction old/rollout | `corrections.py` |
 | the KL term | `kl.py` |
-| coefficients that are adapted after each batch | `adaptive.py` |
+| user code of the axes, and what adapts settings during a run | `axis_plugins.py` |
 | from token losses to one number | `aggregation.py` |
 | settings and presets | `config.py` |
 

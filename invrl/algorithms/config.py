@@ -1,9 +1,10 @@
 """Settings of the algorithm's axes. Presets of them are in `presets.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,6 +22,7 @@ from invrl.types.section import (
     merged,
     with_choices,
 )
+from invrl.user_code.plugins import plugin_name
 
 Deviation = Literal["sample", "population"]
 """Standard deviation of a group's rewards: squares divided by G - 1, or by G."""
@@ -50,9 +52,7 @@ WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
 class KlConfig(Section):
     """The KL to a frozen reference."""
 
-    coefficient: PositiveFloat = Field(
-        description="weight of the KL; with a target, what it begins with"
-    )
+    coefficient: PositiveFloat = Field(description="weight of the KL")
     estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
         "k3",
         description="unbiased: k3 with an importance weight (DeepSeek-V3.2)",
@@ -65,38 +65,12 @@ class KlConfig(Section):
     clamp: PositiveFloat | None = Field(
         10.0, description="bound of one token's estimate"
     )
-    target: PositiveFloat | None = Field(
-        None,
-        description="KL to the reference, in nats per token, towards which the coefficient is adapted after "
-        "each batch",
-    )
 
 
 class EntropyConfig(Section):
     """An entropy bonus, subtracted from the loss."""
 
-    coefficient: NonNegativeFloat = Field(
-        0.0, description="weight of the bonus; with a target, what it begins with"
-    )
-    target: PositiveFloat | None = Field(
-        None,
-        description="entropy in nats above which there is no bonus, and towards which the coefficient is "
-        "adapted after each batch",
-    )
-    ceiling: PositiveFloat | None = Field(
-        None,
-        description="entropy in nats above which the coefficient becomes a penalty; between the target and "
-        "this nothing acts",
-    )
-    step: PositiveFloat = Field(
-        0.005,
-        description="by how much a batch changes the coefficient (with a target or a ceiling)",
-    )
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether the coefficient changes in the run."""
-        return self.target is not None or self.ceiling is not None
+    coefficient: NonNegativeFloat = Field(description="weight of the bonus")
 
 
 class RejectionConfig(Section):
@@ -143,28 +117,6 @@ class ReferenceConfig(Section):
         None,
         description="the reference is a moving average: after each batch this share of it stays and the rest "
         "is the current policy; left out: it stays frozen",
-    )
-
-
-class LengthWeightsConfig(Section):
-    """A factor on the token losses of a rollout by its length within its group: a
-    softmax of (1 + r z)^lambda with the standardized length z, times the group's size
-    (lambda-GRPO)."""
-
-    exponent: float = Field(
-        0.0,
-        ge=-100.0,
-        le=100.0,
-        description="lambda at the start: above 0 long rollouts count more, below 0 short ones; 0: all "
-        "alike. The paper does not say where it starts",
-    )
-    lr: NonNegativeFloat = Field(
-        0.0,
-        description="learning rate of lambda, by gradient descent in each optimizer step; 0: it stays. The "
-        "paper does not give one",
-    )
-    scale: PositiveFloat = Field(
-        1 / 9, description="r, how far a deviation of the length moves 1 + r z from 1"
     )
 
 
@@ -342,33 +294,12 @@ class RejectionGateConfig(Section):
 
 
 class DppoConfig(Section):
-    """The policy losses dppo_tv and dppo_kl, and both on the likeliest tokens."""
+    """The policy losses dppo_tv and dppo_kl."""
 
     threshold: PositiveFloat = Field(
         0.2,
         description="distance from the policy that sampled above which a token is masked (dppo_tv; the paper "
         "has 0.05 for dppo_kl)",
-    )
-
-
-class SimkoConfig(Section):
-    """The policy loss simko."""
-
-    alpha: float = Field(
-        0.01,
-        ge=0.0,
-        le=1.0,
-        description="share of a token's gradient that the likeliest tokens get",
-    )
-    top1_weight: PositiveFloat = Field(
-        1.1,
-        description="factor of the ratio of a likeliest token whose advantage is negative",
-    )
-    entropy_quantile: float = Field(
-        0.8,
-        ge=0.0,
-        le=1.0,
-        description="quantile of a row's entropies above which tokens are changed",
     )
 
 
@@ -383,6 +314,17 @@ class VespoConfig(Section):
     decay_negative: NonNegativeFloat = Field(2.0, description="c2 of the same")
 
 
+class PluginTables(Section):
+    """Settings of user code: a table for each, by the name after its colon."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)  # type: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def by_name(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.__pydantic_extra__
+
+
 class AlgorithmConfig(Section):
     """The axes: advantage x ratio level x policy loss x off-policy correction x
     aggregation x KL. Optional ones are separate tables."""
@@ -395,10 +337,7 @@ class AlgorithmConfig(Section):
         "kto": Choice("objective", ("kto",)),
         "sapo": Choice("policy_loss", ("sapo",)),
         "rejection_gate": Choice("policy_loss", ("rejection_gate",)),
-        "dppo": Choice(
-            "policy_loss", ("dppo_tv", "dppo_kl", "dppo_tv_topk", "dppo_kl_topk")
-        ),
-        "simko": Choice("policy_loss", ("simko",)),
+        "dppo": Choice("policy_loss", ("dppo_tv", "dppo_kl")),
         "vespo": Choice("policy_loss", ("vespo",)),
         "critic": Choice("advantage", FROM_VALUES),
     }
@@ -482,8 +421,7 @@ class AlgorithmConfig(Section):
     policy_loss: str = Field(
         "clip",
         description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
-        "'dppo_kl', 'vespo', 'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', "
-        "'dppo_kl_topk', 'simko'; or module:name of a PolicyLoss",
+        "'dppo_kl', 'vespo', 'policy_gradient' (no ratio); or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
@@ -511,9 +449,6 @@ class AlgorithmConfig(Section):
     dppo: DppoConfig | None = Field(
         None, description="settings of the policy loss dppo_tv and its like"
     )
-    simko: SimkoConfig | None = Field(
-        None, description="settings of the policy loss simko"
-    )
     vespo: VespoConfig | None = Field(
         None, description="settings of the policy loss vespo"
     )
@@ -533,10 +468,9 @@ class AlgorithmConfig(Section):
     rejection: RejectionConfig | None = Field(
         None, description="which tokens are left out of the policy's gradient"
     )
-    router_shift_floor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    ratio_weight: Text | None = Field(
         None,
-        description="smallest factor of a token's current/old ratio for experts whose routers have moved "
-        "since the old policy (RSPO: 0.8)",
+        description="a factor of each token's ratio current/old: module:name of a RatioWeight",
     )
     aggregation: Literal[
         "token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"
@@ -553,8 +487,9 @@ class AlgorithmConfig(Section):
         None, description="a KL to a frozen reference, in the loss or in the rewards"
     )
     reference: ReferenceConfig = ReferenceConfig.model_validate({})
-    length_weights: LengthWeightsConfig | None = Field(
-        None, description="rollouts count by their length within their group"
+    row_weight: Text | None = Field(
+        None,
+        description="a factor of the token losses of each row: module:name of a RowWeight",
     )
     solved_nll_coef: PositiveFloat | None = Field(
         None,
@@ -562,15 +497,28 @@ class AlgorithmConfig(Section):
         "least success_reward), a mean over their tokens (VAPO: 0.1)",
     )
     entropy: EntropyConfig | None = Field(None, description="an entropy bonus")
-    old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
+    old_logprobs: str = Field(
         "recompute",
-        description="old policy: recomputed when the batch is taken; the engine's (no correction acts); or "
-        "between the engine's and the current one by the token's staleness, with no pass for it (A-3PO)",
+        description="old policy: 'recompute', when the batch is taken; 'engine', the policy that sampled (no "
+        "correction acts); or module:name of an OldPolicy",
     )
+    adaptations: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (),
+        description="what changes these settings during the run: module:name of each Adaptation",
+    )
+    plugin: PluginTables = PluginTables.model_validate({})
     num_minibatches: PositiveInt = Field(
         1,
         description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
+
+    def with_plugin_table(
+        self, name: str, changes: Mapping[str, object]
+    ) -> "AlgorithmConfig":
+        """Return the settings with changes in the table of this user code."""
+        table = {**self.plugin.by_name.get(name, {}), **changes}
+        plugin = self.plugin.model_copy(update={name: table})
+        return self.model_copy(update={"plugin": plugin})
 
     @property
     def kl_in_rollout_rewards(self) -> bool:
@@ -639,12 +587,6 @@ class AlgorithmConfig(Section):
                 f"the {self.rejection.kind} rejection never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so no ratio is outside of any bounds"
             )
-        weights = self.length_weights
-        if weights is not None and not weights.exponent and not weights.lr:
-            sentences.append(
-                "the length weights never act: with an exponent of 0 that is not learned every weight is 1. "
-                "They act with --length-weights.exponent, or with --length-weights.lr"
-            )
         return sentences
 
     @model_validator(mode="before")
@@ -669,4 +611,18 @@ def over_preset(values: Mapping[str, object]) -> dict[str, object]:
         above = values.get(name)
         if isinstance(below, Mapping) and isinstance(above, Mapping):
             over[name] = merged(below, above)
+    tables = over.get("plugin")
+    if isinstance(tables, Mapping):
+        # A table of the preset goes with the code that it is for.
+        kept = {*_plugin_names(over), *(values.get("plugin") or ())}
+        over["plugin"] = {name: tables[name] for name in tables if name in kept}
     return over
+
+
+def _plugin_names(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield the names of the user code that the settings name."""
+    for value in values.values():
+        paths = value.split(",") if isinstance(value, str) else value
+        if isinstance(paths, list | tuple):
+            for path in paths:
+                yield plugin_name(str(path).strip())

@@ -35,7 +35,7 @@ def distillation_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput
                 f"distillation: rows have no column {TEACHER_COLUMN!r} with the teacher's log-probs"
             )
         teacher_N = inputs.rollout_N  # no token
-    reverse_kl_N = old_logprobs(inputs, config.old_logprobs) - teacher_N
+    reverse_kl_N = old_logprobs(inputs, config) - teacher_N
     means = {"reverse_kl": reverse_kl_N, "teacher_logprob": teacher_N}
     return policy_loss(
         replace(inputs, advantages_N=-reverse_kl_N), config, more_means=means

@@ -4,12 +4,22 @@ process starts.
 Imported only for such a function: it needs torch.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
+from invrl.algorithms.axis_plugins import (
+    BUILT_IN_OLD_POLICIES,
+    load_old_policy,
+    load_ratio_weight,
+    load_row_weight,
+)
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.length_weights import LENGTH_SLOPE, LENGTH_WEIGHT
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives import (
+    STALENESS_COLUMN,
+    Needs,
     check_outputs,
     is_built_in,
     needs_of,
@@ -18,7 +28,8 @@ from invrl.algorithms.objectives import (
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
-from invrl.types.batches import SOLVED_NUMBER
+from invrl.interfaces import RowWeight
+from invrl.types.batches import SOLVED_NUMBER, TrainedCounts
 from invrl.types.top_logprobs import NO_TOKEN
 
 _TOKENS_OF_ROWS = (5, 3, 1)
@@ -33,10 +44,10 @@ def try_surrogate(config: AlgorithmConfig) -> None:
     the example lacks the run's own columns.
     """
     name = config.policy_loss
-    surrogate = surrogate_function(name)
+    surrogate = surrogate_function(config)
     if name in SURROGATES:
         return
-    inputs = example_inputs()
+    inputs = example_inputs_of(needs_of(config))
     assert inputs.old_N is not None
     ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.rows)
     of = SurrogateInputs(
@@ -80,10 +91,7 @@ def try_objective(config: AlgorithmConfig) -> None:
     name = config.objective
     if is_built_in(name) or needs_of(config).row_table:
         return
-    needs = needs_of(config)
-    inputs = example_inputs(
-        with_top=needs.top_logprobs, with_router_shift=needs.router_shift
-    )
+    inputs = example_inputs_of(needs_of(config))
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
@@ -113,6 +121,92 @@ def try_objective(config: AlgorithmConfig) -> None:
         if not torch.isfinite(gradient).all():
             reason = f"for {num_tokens} random tokens it has a gradient of {_first_bad(gradient)}"
             raise PluginError("objective", name, reason, fix)
+
+
+def try_axes(config: AlgorithmConfig) -> None:
+    """Call a user's old policy and weights once, with three rows of random numbers.
+
+    Raises PluginError if one raises an exception, or returns something else than one
+    number for each token, or row. A KeyError passes, as for a policy loss.
+    """
+    inputs = example_inputs_of(needs_of(config))
+    num_tokens = inputs.current_N.numel()
+    if config.old_logprobs not in BUILT_IN_OLD_POLICIES:
+        old_policy = load_old_policy(config)
+        _try_axis(
+            "old_logprobs", config.old_logprobs, lambda: old_policy(inputs), num_tokens
+        )
+    ratio_weight = load_ratio_weight(config)
+    if ratio_weight is not None:
+        _try_axis(
+            "ratio_weight",
+            config.ratio_weight,
+            lambda: ratio_weight(inputs).log_weights_N,
+            num_tokens,
+        )
+    row_weight = load_row_weight(config)
+    if row_weight is not None:
+        weight_R = torch.full_like(inputs.rows.tokens_R, 1.0 / num_tokens)
+        _try_axis(
+            "row_weight",
+            config.row_weight,
+            lambda: (
+                row_weight(
+                    with_row_numbers(inputs, row_weight),
+                    weight_R,
+                    inputs.current_N.detach(),
+                ).weights_R
+            ),
+            len(weight_R),
+        )
+
+
+def _try_axis(
+    setting: str, path: str | None, call: Callable[[], torch.Tensor], size: int
+) -> None:
+    try:
+        values = call()
+    except KeyError:
+        return
+    except Exception as error:
+        reason = f"called with random tokens it raised {type(error).__name__}: {error}"
+        fix = "make it work for the inputs that the page on adding a loss shows"
+        raise PluginError(setting, path or "", reason, fix) from error
+    shape = getattr(values, "shape", None)
+    if shape != (size,):
+        reason = f"it returned {type(values).__name__} of shape {shape}, not [{size}]"
+        fix = (
+            "return a tensor with one number for each token (of a row weight: each row)"
+        )
+        raise PluginError(setting, path or "", reason, fix)
+    if not torch.isfinite(values).all():
+        reason = f"for random tokens it returned {_first_bad(values)}"
+        raise PluginError(setting, path or "", reason, "return finite numbers")
+
+
+def with_row_numbers(inputs: LossInputs, row_weight: RowWeight) -> LossInputs:
+    """Add the numbers of a row weight, for rows that are one rollout each."""
+    tokens = [int(tokens) for tokens in inputs.rows.tokens_R.tolist()]
+    names = [str(row) for row in range(len(tokens))]
+    trained = TrainedCounts(
+        tokens_of_rollout=dict(zip(names, tokens, strict=True)),
+        tokens_of_group={"group": sum(tokens)},
+        group_of_rollout=dict.fromkeys(names, "group"),
+        rows=len(tokens),
+    )
+    numbers = row_weight.numbers(trained)
+    of_rows = {
+        name: torch.tensor([numbers[row][name] for row in names])
+        for name in numbers[names[0]]
+    }
+    return replace(inputs, numbers={**inputs.numbers, **of_rows})
+
+
+def example_inputs_of(needs: Needs) -> LossInputs:
+    """Make the example with what these needs name."""
+    return example_inputs(
+        with_top=needs.top_logprobs, with_router_shift=needs.router_shift
+    )
 
 
 def example_inputs(
@@ -152,11 +246,8 @@ def example_inputs(
         rollout_N=near(old_N),
         advantages_N=advantages_N,
         reference_N=near(old_N),
-        numbers={
-            SOLVED_NUMBER: solved_R.float(),
-            LENGTH_WEIGHT: torch.ones(num_rows),
-            LENGTH_SLOPE: torch.zeros(num_rows),
-        },
+        numbers={SOLVED_NUMBER: solved_R.float()},
+        columns={STALENESS_COLUMN: torch.arange(num_tokens).float() % 3},
         top=_example_top(num_tokens, generator) if with_top else None,
         router_shift_N=torch.rand(num_tokens, generator=generator)
         if with_router_shift

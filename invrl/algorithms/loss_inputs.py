@@ -164,6 +164,24 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenWeights:
+    """Factors of tokens."""
+
+    log_weights_N: Tensor
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] each: the metric of that name is the mean over the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowWeights:
+    """Weights of the token losses of rows."""
+
+    weights_R: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics: numbers that are added over micro-batches and ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutputs:
     loss: Tensor
     """Scalar to call backward on. Losses of all micro-batches and ranks are added."""

@@ -7,12 +7,12 @@ correction weighs old/rollout:
     loss = sum_t a_t [ w_t * policy_loss(r_t, A_t) + kl.coefficient * KL(current_t,
     reference_t) - entropy.coefficient * H_t ]
 
-    r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
+    r_t = current_t / old_t         ratios.py, old_policy.py; times the user's `ratio_weight`
     policy_loss                     surrogates.py
     w_t from old_t / rollout_t      corrections.py
     KL                              kl.py, at most kl.clamp
     H_t                             the entropy of the current distribution
-    a_t                             aggregation.py, times length_weights.py where it is set
+    a_t                             aggregation.py, times the user's `row_weight`
     A_t                             advantages.py, computed when the batch is taken
 
 `solved_nll_coef` adds the likelihood of rollouts that solved their task
@@ -37,14 +37,13 @@ import torch
 from torch import Tensor
 
 from invrl.algorithms.aggregation import AGGREGATIONS
+from invrl.algorithms.axis_plugins import load_ratio_weight, load_row_weight
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.corrections import Correction, correct
 from invrl.algorithms.kl import estimate, k3, to_go
-from invrl.algorithms.length_weights import LAMBDA_GRADIENT, LENGTH_SLOPE, LENGTH_WEIGHT
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
-from invrl.algorithms.router_shift import log_weights, router_means
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
 from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.metrics import Metric
@@ -60,9 +59,8 @@ def policy_loss(
     means become metrics.
 
     Raises ValueError for a KL without reference log-probs, an entropy bonus without
-    entropies, a router_shift_floor without router shifts, a solved_nll_coef for rows
-    without the number `solved`, and length weights for rows without theirs; PluginError
-    for a policy loss that cannot be loaded or trained.
+    entropies, and a solved_nll_coef for rows without the number `solved`; PluginError
+    for user code that cannot be loaded, and a policy loss that cannot be trained.
     """
     kl = config.kl
     entropy = config.entropy
@@ -70,19 +68,20 @@ def policy_loss(
         raise ValueError("there is a KL to the reference but no reference log-probs")
     if entropy is not None and entropy.coefficient and inputs.entropy_N is None:
         raise ValueError("there is an entropy bonus but there are no entropies")
-    old_N = old_logprobs(inputs, config.old_logprobs)
+    old_N = old_logprobs(inputs, config)
     advantages_N = inputs.advantages_N
     if kl is not None and kl.added_to == "reward" and not config.kl_in_token_rewards:
         advantages_N = _with_kl_penalty(inputs, old_N, kl)
 
     weighted_N = inputs.current_N
-    means_of_routers: dict[str, Tensor] = {}
-    if config.router_shift_floor:
-        log_weight_N = log_weights(inputs, config.router_shift_floor)
-        weighted_N = weighted_N + log_weight_N
-        means_of_routers = router_means(log_weight_N, inputs, config.router_shift_floor)
+    means_of_weights: Mapping[str, Tensor] = {}
+    ratio_weight = load_ratio_weight(config)
+    if ratio_weight is not None:
+        weights = ratio_weight(inputs)
+        weighted_N = weighted_N + weights.log_weights_N
+        means_of_weights = weights.means
     ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.rows)
-    surrogate = surrogate_function(config.policy_loss)
+    surrogate = surrogate_function(config)
     surrogate_losses = surrogate(
         SurrogateInputs(
             ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config
@@ -98,9 +97,12 @@ def policy_loss(
     weight_R = aggregation(
         inputs.rows, inputs.denominators, config.aggregation_constant or 1.0
     )
-    sums: dict[str, Tensor] = {}
-    if config.length_weights is not None:
-        weight_R, sums = _weighted_by_length(weight_R, losses_N, inputs)
+    sums: Mapping[str, Tensor] = {}
+    row_weight = load_row_weight(config)
+    if row_weight is not None and len(weight_R):
+        row_weights = row_weight(inputs, weight_R, losses_N.detach())
+        weight_R = row_weights.weights_R
+        sums = row_weights.sums
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
     means_of_solved: dict[str, Tensor] = {}
     if config.solved_nll_coef:
@@ -112,7 +114,7 @@ def policy_loss(
             "loss": losses_N,
             "ratio_mean": ratio_N,
             **surrogate_losses.means,
-            **means_of_routers,
+            **means_of_weights,
         }
         means |= {**means_of_solved, **more_means}
         maxima = {"ratio_max": ratio_N}
@@ -120,27 +122,6 @@ def policy_loss(
             inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums
         )
     return LossOutputs(loss=loss, metrics=metrics)
-
-
-def _weighted_by_length(
-    weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the aggregation's weights [R] times the rollouts' length weights f, and
-    the micro-batch's part of
-
-        dL/dlambda = sum_t a_t l_t df_t/dlambda
-
-    in which only f depends on lambda. All terms of a token's loss are weighted.
-    """
-    if not len(weight_R):
-        return weight_R, {}
-    if LENGTH_WEIGHT not in inputs.numbers:
-        raise ValueError(
-            f"there are length weights but rows have no number {LENGTH_WEIGHT!r}"
-        )
-    slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
-    gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
-    return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: gradient}
 
 
 def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,7 +184,7 @@ def _metrics(
     *,
     means: dict[str, Tensor],
     maxima: dict[str, Tensor],
-    sums: dict[str, Tensor],
+    sums: Mapping[str, Tensor],
 ) -> Mapping[str, Metric]:
     """Return the metrics of the axes in addition to `means`, `maxima` and `sums`."""
     rollout_N = inputs.rollout_N

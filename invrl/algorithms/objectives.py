@@ -9,11 +9,11 @@ imported only where an objective is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from invrl.algorithms.surrogates import ON_TOP_TOKENS
+from invrl.algorithms.axis_plugins import axis_plugins
 from invrl.errors import PluginError
 from invrl.interfaces import Objective
 from invrl.user_code.plugins import load_plugin
@@ -37,14 +37,17 @@ ON_FILES = ("sft", *ON_PAIRS, "kto")
 """Objectives that train on given samples."""
 TEACHER_COLUMN = "teacher"
 """Column with the log-probs of a sample's tokens under the teacher, in nats."""
+STALENESS_COLUMN = "staleness"
+"""Column with the number of weight versions since a token was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Inputs of an objective that cost a model pass.
+    """Inputs of an objective that cost a model pass, or the work of putting them
+    together.
 
-    A user's objective has them as its attribute `needs`; without that attribute it
-    needs nothing.
+    A user's objective, or its code of one of the axes, has them as its attribute
+    `needs`; without that attribute it needs nothing.
     """
 
     old: bool = False
@@ -66,12 +69,20 @@ class Needs:
     """Shift of the expert routers from the old policy (`router_shift.py`):
     `LossInputs.router_shift_N`. Requires `old`, a model with experts and one pipeline
     stage."""
+    staleness: bool = False
+    """How many weight versions ago each token was sampled, as the column
+    `staleness`."""
     mismatched_rows: bool = False
     """Additional samples, each with one sample's prompt and another's reply
     (`mismatched_rows.py`)."""
 
+    def names(self) -> set[str]:
+        return {need.name for need in fields(self) if getattr(self, need.name)}
+
 
 NO_NEEDS = Needs()
+_OF_AXES = ("old", "reference", "top_logprobs", "router_shift", "staleness")
+"""Needs that user code of one of the axes of `rl` may declare."""
 
 
 def is_built_in(name: str) -> bool:
@@ -84,21 +95,9 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     that the advantage needs."""
     match config.objective:
         case "rl":
-            return Needs(
-                old=config.old_logprobs == "recompute",
-                reference=config.kl is not None,
-                values=config.has_critic,
-                top_logprobs=config.policy_loss in ON_TOP_TOKENS,
-                router_shift=config.router_shift_floor is not None,
-            )
+            return replace(_needs_of_axes(config), values=config.has_critic)
         case "distillation":
-            return Needs(
-                old=config.old_logprobs == "recompute",
-                reference=config.kl is not None,
-                teacher=True,
-                top_logprobs=config.policy_loss in ON_TOP_TOKENS,
-                router_shift=config.router_shift_floor is not None,
-            )
+            return replace(_needs_of_axes(config), teacher=True)
         case "sft":
             return Needs()
         case "dpo" | "ipo":
@@ -107,9 +106,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
             return Needs(row_table=True)
         case "kto":
             return Needs(reference=True, row_table=True, mismatched_rows=True)
-    needs = _declared_needs(
-        config.objective, load_plugin(config.objective, "objective", Objective)
-    )
+    needs = _declared_needs("objective", config.objective, _load_objective(config))
     if config.has_critic and not needs.values:
         reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
         fix = "declare Needs(values=True, ...), or use an advantage without a critic (--advantage grpo)"
@@ -121,7 +118,7 @@ def objective_of(config: AlgorithmConfig) -> Objective:
     """Return the built-in of that name with these settings, or the user's function at
     `module:name`. Raises PluginError."""
     if not is_built_in(config.objective):
-        return load_plugin(config.objective, "objective", Objective)
+        return _load_objective(config)
     from invrl.algorithms.distillation import distillation_loss
     from invrl.algorithms.losses import policy_loss
     from invrl.algorithms.preferences import KtoObjective, PairObjective
@@ -180,18 +177,40 @@ def check_outputs(name: str, outputs: object) -> None:
         )
 
 
-def _declared_needs(name: str, objective: Objective) -> Needs:
-    needs = getattr(objective, "needs", Needs())
+def _load_objective(config: AlgorithmConfig) -> Objective:
+    return load_plugin(
+        config.objective, "objective", Objective, tables=config.plugin.by_name
+    )
+
+
+def _needs_of_axes(config: AlgorithmConfig) -> Needs:
+    """Return the needs of the axes, of which user code may declare more."""
+    needs = Needs(
+        old=config.old_logprobs == "recompute", reference=config.kl is not None
+    )
+    for setting, path, plugin in axis_plugins(config):
+        declared = _declared_needs(setting, path, plugin)
+        for name in declared.names() - needs.names():
+            if name not in _OF_AXES:
+                reason = f"its attribute `needs` names {name}, which only an objective can have"
+                fix = f"leave it out; {', '.join(_OF_AXES)} are what it can have"
+                raise PluginError(setting, path, reason, fix)
+            needs = replace(needs, **{name: True})
+    return needs
+
+
+def _declared_needs(setting: str, path: str, plugin: object) -> Needs:
+    needs = getattr(plugin, "needs", NO_NEEDS)
     if not isinstance(needs, Needs):
         reason = f"its attribute `needs` is {needs!r}"
         raise PluginError(
-            "objective", name, reason, "write it as Needs(old=..., reference=...)"
+            setting, path, reason, "write it as Needs(old=..., reference=...)"
         )
     if needs.router_shift and not needs.old:
         reason = "its needs name the router shift, which is measured from the old policy, and not `old`"
         raise PluginError(
-            "objective", name, reason, "declare Needs(router_shift=True, old=True, ...)"
+            setting, path, reason, "declare Needs(router_shift=True, old=True, ...)"
         )
-    if needs.row_table:
-        coupling_of(name, objective)
+    if needs.row_table and setting == "objective":
+        coupling_of(path, cast(Objective, plugin))
     return needs

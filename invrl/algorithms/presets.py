@@ -4,10 +4,12 @@ A preset consists of values of `AlgorithmConfig` fields, with `False` for an abs
 nothing else depends on its name.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 Value = str | float | bool
-PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
+Table = Mapping[str, Value | Mapping[str, Value]]
+PRESETS: dict[str, Mapping[str, Value | Table]] = {
     # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single
     # update per batch
     "grpo": {
@@ -156,7 +158,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
         "dual_clip": False,
-        "old_logprobs": "interpolated",
+        "old_logprobs": "invrl.contrib.a3po:Interpolated",
         "correction": "truncated",
         "correction_cap": 5.0,
         "rejection": {"kind": "token", "high": 5.0},
@@ -186,7 +188,12 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "eps_clip_high": 0.2,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "length_weights": {"exponent": 0.0, "lr": 0.1, "scale": 1 / 9},
+        "row_weight": "invrl.contrib.lambda_grpo:LengthWeight",
+        "adaptations": "invrl.contrib.lambda_grpo:LearnedExponent",
+        "plugin": {
+            "LengthWeight": {"exponent": 0.0, "scale": 1 / 9},
+            "LearnedExponent": {"lr": 0.1},
+        },
     },
     # arXiv 2510.23027v2: GMPO with the weight of routers that have moved. The floor is
     # the paper's, the clip GMPO's (arXiv 2507.20673). The number of updates and the
@@ -196,7 +203,8 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "policy_loss": "gmpo",
         "eps_clip_low": 0.4,
         "eps_clip_high": 0.4,
-        "router_shift_floor": 0.8,
+        "ratio_weight": "invrl.contrib.router_shift:RouterShift",
+        "plugin": {"RouterShift": {"floor": 0.8}},
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
         "num_minibatches": 4,

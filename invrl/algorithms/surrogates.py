@@ -1,7 +1,7 @@
 """Policy losses: the loss of one token from its ratio current/old and its advantage.
 
-A built-in reads `SurrogateInputs`. A user's function is a `PolicyLoss`: it gets ratio
-and advantage, and with the keyword `inputs` also the LossInputs.
+A built-in reads `SurrogateInputs`, and so does a user's `MeasuredPolicyLoss`. A user's
+`PolicyLoss` gets ratio and advantage, and with the keyword `inputs` also the LossInputs.
 
 This module does not import torch: the driver checks the setting with it and never holds
 a tensor.
@@ -10,24 +10,23 @@ a tensor.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from invrl.algorithms.ratios import LOG_RATIO_BOUND
 from invrl.errors import PluginError
-from invrl.interfaces import PolicyLoss
-from invrl.user_code.plugins import load_plugin
+from invrl.interfaces import MeasuredPolicyLoss, PolicyLoss
+from invrl.user_code.plugins import accepts_call, load_plugin
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from invrl.algorithms.config import AlgorithmConfig
-    from invrl.algorithms.loss_inputs import LossInputs, Rows, TopTokens
+    from invrl.algorithms.loss_inputs import LossInputs
 
-_LEAST_PROBABILITY = 1e-8
+LEAST_PROBABILITY = 1e-8
 """Lower bound of the probability of all other tokens together, in `dppo_kl`, as in the
 authors' code."""
 
@@ -122,7 +121,7 @@ def clipped_tokens(
     )
 
 
-def _clip(of: SurrogateInputs) -> TokenLosses:
+def clipped_losses(of: SurrogateInputs) -> TokenLosses:
     """Apply `clip` with the settings, and measure what it clipped."""
     low = of.config.eps_clip_low
     high = of.config.eps_clip_high
@@ -270,7 +269,7 @@ def dppo_tv(of: SurrogateInputs) -> TokenLosses:
     inputs = of.inputs
     current_N = inputs.current_N.detach()
     distance_N = (current_N.exp() - inputs.rollout_N.exp()).abs()
-    return _masked_by_distance(of, distance_N)
+    return masked_by_distance(of, distance_N, _threshold(of))
 
 
 def dppo_kl(of: SurrogateInputs) -> TokenLosses:
@@ -284,20 +283,25 @@ def dppo_kl(of: SurrogateInputs) -> TokenLosses:
     inputs = of.inputs
     current_N = inputs.current_N.detach()
     rollout_N = inputs.rollout_N
-    others_current_N = (-current_N.expm1()).clamp(min=_LEAST_PROBABILITY)
-    others_rollout_N = (-rollout_N.expm1()).clamp(min=_LEAST_PROBABILITY)
+    others_current_N = (-current_N.expm1()).clamp(min=LEAST_PROBABILITY)
+    others_rollout_N = (-rollout_N.expm1()).clamp(min=LEAST_PROBABILITY)
     of_token_N = rollout_N.exp() * (rollout_N - current_N)
     of_others_N = others_rollout_N * (others_rollout_N.log() - others_current_N.log())
-    return _masked_by_distance(of, of_token_N + of_others_N)
+    return masked_by_distance(of, of_token_N + of_others_N, _threshold(of))
 
 
-def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
+def _threshold(of: SurrogateInputs) -> float:
+    assert of.config.dppo is not None
+    return of.config.dppo.threshold
+
+
+def masked_by_distance(
+    of: SurrogateInputs, distance_N: Tensor, threshold: float
+) -> TokenLosses:
     """Apply DPPO's mask (eq. 12) for a distance of the current policy from the sampling
     one."""
     further_N = of.inputs.current_N.detach() - of.inputs.rollout_N
-    settings = of.config.dppo
-    assert settings is not None
-    far_N = distance_N > settings.threshold
+    far_N = distance_N > threshold
     high_N = far_N & (further_N > 0) & (of.advantages_N > 0)
     low_N = far_N & (further_N < 0) & (of.advantages_N < 0)
     masked_N = high_N | low_N
@@ -308,123 +312,6 @@ def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
         "clip_fraction_high": high_N,
     }
     return TokenLosses(losses_N=losses_N, means=means)
-
-
-def dppo_tv_topk(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the total variation over the likeliest tokens (arXiv 2602.04879, eq. 12
-    and 15): as `dppo_tv`, with
-
-        D = 1/2 sum over a in A'' of |q(a) - p(a)|
-
-    instead of |p - q|. A'' has the K likeliest tokens of the sampling policy
-    (`rollout_top_logprobs`), the sampled token, and one outcome for all others together
-    (section 4.4). The authors' code counts a sampled token outside of the K among the
-    others; the paper does not, and neither do we. A token without known candidates has
-    the binary divergence.
-    """
-    return _masked_by_distance(of, 0.5 * _over_outcomes(of, _variation))
-
-
-def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the KL divergence over the likeliest tokens (arXiv 2602.04879, eq. 12
-    and 16): as `dppo_tv_topk`, with
-
-        D = sum over a in A'' of q(a) log(q(a) / p(a))
-
-    The probability of all other tokens together is at least 1e-8; in the authors' code
-    it is 1e-12, less than float32 can resolve next to 1.
-    """
-    return _masked_by_distance(of, _over_outcomes(of, _divergence))
-
-
-def _over_outcomes(
-    of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K
-    candidates, the sampled token if it is not among them, and all others together."""
-    top = _top_tokens(of)
-    is_extra_N = ~top.is_sampled_NK.any(dim=1)
-    rollout_N = of.inputs.rollout_N
-    current_N = of.inputs.current_N.detach()
-    current_NK = top.current_NK.detach()
-
-    def others(logprobs_NK: Tensor, logprobs_N: Tensor) -> Tensor:
-        known_N = logprobs_NK.exp().sum(dim=1) + logprobs_N.exp() * is_extra_N
-        return (1.0 - known_N).clamp(min=_LEAST_PROBABILITY).log()
-
-    of_candidates_N = term(top.rollout_NK, current_NK).sum(dim=1)
-    of_sampled_N = term(rollout_N, current_N) * is_extra_N
-    of_others_N = term(others(top.rollout_NK, rollout_N), others(current_NK, current_N))
-    return of_candidates_N + of_sampled_N + of_others_N
-
-
-def _variation(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return (log_q.exp() - log_p.exp()).abs()
-
-
-def _divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return (log_q.exp() * (log_q - log_p)).masked_fill(log_q == -math.inf, 0.0)
-
-
-def simko(of: SurrogateInputs) -> TokenLosses:
-    """SimKO (arXiv 2510.14807, eq. 3 to 5): PPO's clip with other ratios where the
-    policy is undecided.
-
-        A > 0:  r+ = (1 - alpha) r + alpha / K  sum over n of sg[r / r_n] r_n
-        A < 0:  r- = lambda r if the sampled token is the likeliest, else r
-
-    They act on the tokens whose entropy is above the quantile `simko.entropy_quantile`
-    of their row; sg stops the gradient. n are the K tokens that the policy which
-    sampled held likeliest (`rollout_top_logprobs`), r_n is their own ratio, alpha is
-    `simko.alpha` and lambda `simko.top1_weight`. The value of r+ is r, and its gradient
-    is shared with the K tokens: sg[r / r_n] r_n has the gradient r grad log p_n, in
-    which the old log-prob of n cancels, so it is not computed. The entropy is that of
-    the current policy. A token without candidates keeps r.
-
-    The authors' code takes the K likeliest of the current policy, calls a rollout with
-    reward 1 positive instead of one with A > 0, and multiplies A by lambda instead of
-    r, so that its clip is at r.
-    """
-    inputs = of.inputs
-    settings = of.config.simko
-    assert settings is not None
-    top = _top_tokens(of)
-    assert inputs.entropy_N is not None, "the step has the entropies"
-    undecided_N = _above_quantile(
-        inputs.entropy_N.detach(), inputs.rows, settings.entropy_quantile
-    )
-    is_token_NK = top.is_token_NK
-    own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
-    # 1, with the gradient of log p_n
-    shared_NK = (own_NK - own_NK.detach()).exp() * is_token_NK
-    num_N = is_token_NK.sum(dim=1)
-    shared_N = of.ratio_N.detach() * shared_NK.sum(dim=1) / num_N.clamp(min=1)
-    mixed_N = (1.0 - settings.alpha) * of.ratio_N + settings.alpha * shared_N
-    is_mixed_N = undecided_N & (of.advantages_N > 0) & (num_N > 0)
-    is_raised_N = undecided_N & (of.advantages_N < 0) & top.is_sampled_NK[:, 0]
-    ratio_N = mixed_N.where(is_mixed_N, of.ratio_N)
-    ratio_N = (settings.top1_weight * of.ratio_N).where(is_raised_N, ratio_N)
-    clipped = _clip(replace(of, ratio_N=ratio_N))
-    means = {
-        **clipped.means,
-        "simko_mixed_fraction": is_mixed_N,
-        "simko_raised_fraction": is_raised_N,
-    }
-    return TokenLosses(losses_N=clipped.losses_N, means=means)
-
-
-def _above_quantile(values_N: Tensor, rows: Rows, quantile: float) -> Tensor:
-    """Whether a token's value is above the interpolated quantile of its row's
-    values."""
-    bound_R = values_N.new_empty(len(rows.tokens_R))
-    for row, values_T in enumerate(values_N.split(rows.tokens_R.long().tolist())):
-        bound_R[row] = values_T.quantile(quantile)
-    return values_N > rows.spread(bound_R)
-
-
-def _top_tokens(of: SurrogateInputs) -> TopTokens:
-    assert of.inputs.top is not None, "the objective's needs name them"
-    return of.inputs.top
 
 
 def vespo(of: SurrogateInputs) -> TokenLosses:
@@ -473,32 +360,37 @@ def _chosen(
 
 CLIP = "clip"
 SURROGATES: dict[str, Surrogate] = {
-    CLIP: _clip,
+    CLIP: clipped_losses,
     "cispo": cispo,
     "sapo": sapo,
     "rejection_gate": rejection_gate,
     "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
-    "dppo_tv_topk": dppo_tv_topk,
-    "dppo_kl_topk": dppo_kl_topk,
-    "simko": simko,
     "vespo": vespo,
     "policy_gradient": policy_gradient,
 }
 
-ON_TOP_TOKENS = ("dppo_tv_topk", "dppo_kl_topk", "simko")
-"""Policy losses that read `LossInputs.top`."""
 
-
-def surrogate_function(name: str) -> Surrogate:
-    """Return the built-in of that name, or the user's PolicyLoss at `module:name`.
-    Raises PluginError."""
+def surrogate_function(config: AlgorithmConfig) -> Surrogate:
+    """Return the built-in that the settings name, or the user's policy loss at
+    `module:name`. Raises PluginError."""
+    name = config.policy_loss
     if name in SURROGATES:
         return SURROGATES[name]
-    names = dict.fromkeys(SURROGATES, cast(PolicyLoss, clip))  # an error lists them
-    function = load_plugin(name, "policy_loss", PolicyLoss, names)
-    return partial(_user_surrogate, name, function)
+    return partial(_user_surrogate, name, load_policy_loss(config))
+
+
+def load_policy_loss(config: AlgorithmConfig) -> PolicyLoss | MeasuredPolicyLoss:
+    """Load the user's policy loss, in either form. Raises PluginError."""
+    return load_plugin(
+        config.policy_loss,
+        "policy_loss",
+        PolicyLoss,
+        names=tuple(SURROGATES),
+        tables=config.plugin.by_name,
+        or_as=MeasuredPolicyLoss,
+    )
 
 
 def takes_inputs(function: PolicyLoss) -> bool:
@@ -510,27 +402,39 @@ def takes_inputs(function: PolicyLoss) -> bool:
 
 
 def _user_surrogate(
-    name: str, function: PolicyLoss, of: SurrogateInputs
+    name: str, function: PolicyLoss | MeasuredPolicyLoss, of: SurrogateInputs
 ) -> TokenLosses:
     """Call the user's function. Raises PluginError unless it returns token losses that
     can be trained."""
-    bounds = {
-        "eps_clip_low": of.config.eps_clip_low,
-        "eps_clip_high": of.config.eps_clip_high,
-    }
-    call = cast("Callable[..., Tensor]", function)
-    if takes_inputs(function):
-        call = partial(call, inputs=of.inputs)
-    losses_N = call(of.ratio_N, of.advantages_N, **bounds)
+    losses = _called(function, of)
+    means: Mapping[str, Tensor] = {}
+    if isinstance(losses, TokenLosses):
+        means = losses.means
+        losses = losses.losses_N
     shape = list(of.ratio_N.shape)
     fix = f"return one loss per token, a tensor of shape {shape}, computed from ratio_N"
-    if not hasattr(losses_N, "requires_grad"):
-        reason = f"it returned {type(losses_N).__name__}, not a tensor"
+    if not hasattr(losses, "requires_grad"):
+        reason = f"it returned {type(losses).__name__}, not a tensor"
         raise PluginError("policy_loss", name, reason, fix)
+    losses_N = cast("Tensor", losses)
     if losses_N.shape != of.ratio_N.shape:
         reason = f"it returned a tensor of shape {list(losses_N.shape)} for {shape[0]} tokens"
         raise PluginError("policy_loss", name, reason, fix)
     if not losses_N.requires_grad:
         reason = "what it returned does not depend on the model: it has no gradient"
         raise PluginError("policy_loss", name, reason, fix)
-    return TokenLosses(losses_N=losses_N)
+    return TokenLosses(losses_N=losses_N, means=means)
+
+
+def _called(function: PolicyLoss | MeasuredPolicyLoss, of: SurrogateInputs) -> object:
+    call = cast("Callable[..., object]", function)
+    if not accepts_call(function, PolicyLoss):
+        return call(of)
+    if takes_inputs(cast(PolicyLoss, function)):
+        call = partial(call, inputs=of.inputs)
+    return call(
+        of.ratio_N,
+        of.advantages_N,
+        eps_clip_low=of.config.eps_clip_low,
+        eps_clip_high=of.config.eps_clip_high,
+    )

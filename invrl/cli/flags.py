@@ -4,7 +4,7 @@ What most runs set needs no prefix: `lr` of [train] is `--lr`. Any other setting
 table's name before it: `--kl.coefficient`. It turns an optional table on; `--critic`
 does so with the defaults, and `--no-critic` turns it off. A boolean is `--x` or `--no-x`, and `--no-x` is the absence
 of any other optional setting. Options of other packages pass through as `--sglang-*`,
-`--router-*` and `--megatron-*`. `flag_help.py` prints them."""
+`--router-*` and `--megatron-*`, settings of user code as `--plugin.NAME.SETTING`. `flag_help.py` prints them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -31,6 +31,7 @@ from invrl.run.settings.name_suggestions import nearest_setting
 from invrl.types.section import fields_of, is_optional, present_type, tables_of
 
 CONFIG_FLAG = "--config"
+_PLUGIN_FLAG = "--plugin."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ class _FlagParser:
         self.rest = list(arguments)
         """Arguments that have not been read yet."""
         self.files: list[Source] = []
-        self.tables: dict[str, dict[str, Scalar]] = {}
+        self.tables: dict[str, dict[str, Scalar | dict[str, Scalar]]] = {}
         self._command = command
         self._arguments = tuple(arguments)
         self._used = settings_of(command)
@@ -163,6 +164,8 @@ class _FlagParser:
         elif flag == CONFIG_FLAG:
             path = take_value(flag, value, self.rest)
             self.files.append(read_toml(configuration_file(path)))
+        elif flag.startswith(_PLUGIN_FLAG):
+            self._read_plugin_setting(flag, value)
         elif package is not None:
             self._read_package_option(package, flag, value)
         else:
@@ -205,6 +208,18 @@ class _FlagParser:
             raise self._unused(flag)
         key = flag.removeprefix(f"--{package}-").replace("-", "_")
         self._set(package, key, parsed)
+
+    def _read_plugin_setting(self, flag: str, value: str | None) -> None:
+        parsed = _package_value(value, self.rest)
+        if not self._used.uses("plugin", ""):
+            raise self._unused(flag)
+        name, _, key = flag.removeprefix(_PLUGIN_FLAG).rpartition(".")
+        if not name:
+            fix = f"write {_PLUGIN_FLAG}NAME.{key or 'SETTING'}, with the name after the colon of its path"
+            raise ConfigError("command line", flag, "no setting of user code", fix)
+        table = self.tables.setdefault("plugin", {}).setdefault(name, {})
+        assert isinstance(table, dict)
+        table[key.replace("-", "_")] = parsed
 
     def _set(self, table: str, key: str, value: Scalar) -> None:
         self.tables.setdefault(table, {})[key] = value

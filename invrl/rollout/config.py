@@ -126,7 +126,7 @@ class RolloutConfig(Section):
         Field(
             None,
             description="likeliest tokens that are recorded, with their log-probs, in the place of each token of "
-            "training rollouts (policy_loss dppo_tv_topk, dppo_kl_topk, simko)",
+            "training rollouts (read by code that needs `top_logprobs`, as invrl.contrib.simko)",
         )
     )
 

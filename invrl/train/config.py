@@ -184,10 +184,10 @@ class TrainConfig(Section):
     def _check_router_shift(self, model: HuggingFaceConfig) -> None:
         if model.experts is None:
             raise ConfigError(
-                "algorithm.router_shift_floor",
+                "model.model_path",
                 model.model_type,
-                f"a {model.model_type} model has no experts, so it has no routers that could move",
-                "leave --router-shift-floor out, and the need of an objective of your own",
+                f"a {model.model_type} model has no experts, so it has no routers whose shift could be read",
+                "leave out what reads it: --ratio-weight, or an objective that needs the router shift",
             )
         if self.pipeline_model_parallel_size > 1:
             raise ConfigError(

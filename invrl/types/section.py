@@ -100,7 +100,13 @@ def tables_of(section: type[Section]) -> Mapping[str, type[Section]]:
 
 def merged(below: object, above: Mapping[str, object]) -> dict[str, object]:
     """Merge a table over the same table from an earlier source."""
-    return {**below, **above} if isinstance(below, Mapping) else dict(above)
+    if not isinstance(below, Mapping):
+        return dict(above)
+    table: dict[str, object] = {**below, **above}
+    for name, entries in above.items():
+        if isinstance(entries, Mapping):
+            table[name] = merged(below.get(name), entries)
+    return table
 
 
 def with_choices(

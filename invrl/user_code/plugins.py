@@ -17,10 +17,12 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
+
+from pydantic import ValidationError
 
 from invrl.errors import PluginError
 from invrl.interfaces import (
@@ -30,6 +32,7 @@ from invrl.interfaces import (
     RewardFn,
     RolloutFn,
 )
+from invrl.types.section import Section
 
 Plugin = TypeVar("Plugin")
 MakeError = Callable[[str, str], PluginError]
@@ -105,21 +108,70 @@ def load_plugin(
     field: str,
     protocol: type[Plugin],
     built_ins: Mapping[str, Plugin] | None = None,
+    *,
+    names: Sequence[str] = (),
+    tables: Mapping[str, Mapping[str, object]] | None = None,
+    or_as: type | None = None,
 ) -> Plugin:
     """Return the built-in of that name, or the callable at `module:name`; dots after
     the colon reach into objects.
 
-    The callable is checked against the parameters of `protocol.__call__`. A file below
-    the working directory may be given instead of its module: `my_agent.py:name`.
-    `field` is the setting that errors name. Raises PluginError.
+    The callable is checked against the parameters of `protocol.__call__`, or of
+    `or_as`, another form of it. A `Section` with a `__call__` is made from its table in
+    `tables`, which are by the name after the colon. A file below the working directory
+    may be given instead of its module: `my_agent.py:name`. `field` is the setting that
+    errors name; `names` are built-ins that errors name too. Raises PluginError.
     """
     built_ins = built_ins or {}
     if path in built_ins:
         return built_ins[path]
     make_error = partial(PluginError, field, path)
-    target, attribute = _find(path, list(built_ins), make_error)
-    _check_call(target, attribute, protocol, make_error)
+    target, attribute = _find(path, [*built_ins, *names], make_error)
+    table = (tables or {}).get(plugin_name(path), {})
+    if inspect.isclass(target) and issubclass(target, Section):
+        target = _configured(target, table, plugin_name(path), make_error)
+    elif table:
+        reason = (
+            f"it has no settings, and there is a table [plugin.{plugin_name(path)}]"
+        )
+        fix = "leave the table out, or write it as a Section with a __call__ method"
+        raise make_error(reason, fix)
+    if or_as is None or not accepts_call(target, or_as):
+        _check_call(target, attribute, protocol, make_error, or_as=or_as)
     return cast(Plugin, target)
+
+
+def plugin_name(path: str) -> str:
+    """Return the name of user code at `module:name`, which its table has too."""
+    return path.partition(":")[2].rpartition(".")[2]
+
+
+def _configured(
+    plugin: type[Section],
+    table: Mapping[str, object],
+    name: str,
+    make_error: MakeError,
+) -> Section:
+    """Make user code that has settings. Raises PluginError for settings that it
+    refuses."""
+    try:
+        return plugin.model_validate(dict(table))
+    except ValidationError as error:
+        finding = error.errors()[0]
+        key = ".".join(str(part) for part in finding["loc"])
+        reason = f"{key} in [plugin.{name}] is {finding['input']!r}: {finding['msg']}"
+        if finding["type"] == "extra_forbidden":
+            reason = f"[plugin.{name}] has no setting {key!r}"
+            fix = _suggest(
+                key,
+                plugin.model_fields,
+                f"give one of {', '.join(plugin.model_fields)}",
+            )
+            raise make_error(reason, fix) from None
+        description = (
+            plugin.model_fields[key].description if key in plugin.model_fields else ""
+        )
+        raise make_error(reason, f"set {key}: {description}") from None
 
 
 def _find(
@@ -288,6 +340,35 @@ def _check_call(
         raise make_error("a class, not a function", fix)
     if not callable(target):
         raise make_error(f"{target!r} is not callable", fix)
+    try:
+        _bind(target, protocol)
+    except TypeError as error:
+        signature = inspect.signature(target)
+        parameters = _call_parameters(protocol)
+        reason = (
+            f"its signature {signature} does not take the call it will get ({error})"
+        )
+        function_name = attribute.rpartition(".")[2]
+        fix = f"write it as {function_name}{inspect.Signature(parameters)}"
+        if or_as is not None:
+            fix += f" or {function_name}{inspect.Signature(_call_parameters(or_as))}"
+        raise make_error(reason, fix) from None
+
+
+def accepts_call(target: object, protocol: type) -> bool:
+    """Whether `target` accepts the call that the protocol describes."""
+    if inspect.isclass(target) or not callable(target):
+        return False
+    try:
+        _bind(target, protocol)
+    except TypeError:
+        return False
+    return True
+
+
+def _bind(target: Callable[..., object], protocol: type) -> None:
+    """Bind the arguments that the protocol describes to those of `target`. Raises
+    TypeError if they do not fit."""
     parameters = _call_parameters(protocol)
     by_name = {
         parameter.name: None
@@ -300,17 +381,7 @@ def _check_call(
     except ValueError:
         # a C function without a signature can only be checked by calling it
         return
-    try:
-        signature.bind(*by_position, **by_name)
-    except TypeError as error:
-        reason = (
-            f"its signature {signature} does not take the call it will get ({error})"
-        )
-        function_name = attribute.rpartition(".")[2]
-        fix = f"write it as {function_name}{inspect.Signature(parameters)}"
-        if or_as is not None:
-            fix += f" or {function_name}{inspect.Signature(_call_parameters(or_as))}"
-        raise make_error(reason, fix) from None
+    signature.bind(*by_position, **by_name)
 
 
 def _call_parameters(protocol: type) -> list[inspect.Parameter]:

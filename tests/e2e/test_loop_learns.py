@@ -123,7 +123,7 @@ def test_a_loss_over_the_likeliest_tokens_learns(folder: Path) -> None:
             "--algorithm-preset",
             "dppo",
             "--policy-loss",
-            "dppo_tv_topk",
+            "invrl.contrib.dppo_topk:DPPOTotalVariation",
         ),
         *(
             "--rollout-top-logprobs",

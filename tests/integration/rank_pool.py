@@ -589,7 +589,7 @@ class RankProcess:
         return steps
 
     def length_lambda(self, _: None) -> float:
-        return self._rank._step.coefficients.length_lambda
+        return self._rank._step.adapted["LearnedExponent"]["length_lambda"]
 
     def critic_steps(self, _: None) -> list[Step]:
         steps, self._critic_steps[:] = list(self._critic_steps), []

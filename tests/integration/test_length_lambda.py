@@ -17,8 +17,8 @@ from train_reference import Reference, Tensors, random_batch, worst
 from invrl.algorithms.config import (
     AlgorithmConfig,
     EntropyConfig,
-    LengthWeightsConfig,
 )
+from invrl.contrib.lambda_grpo import LengthWeight
 from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
@@ -34,10 +34,16 @@ LAYOUTS = {
     "CP": ParallelLayout(context=2),
     "PP": ParallelLayout(pipeline=2),
 }
-LENGTHS = LengthWeightsConfig(exponent=2.0, lr=0.5, scale=0.3)
+LENGTHS = LengthWeight(exponent=2.0, scale=0.3)
+LR = 0.5
 BONUS = EntropyConfig(coefficient=0.01)
 LEARNED = AlgorithmConfig(
-    length_weights=LENGTHS,
+    row_weight="invrl.contrib.lambda_grpo:LengthWeight",
+    adaptations=("invrl.contrib.lambda_grpo:LearnedExponent",),
+    plugin={
+        "LengthWeight": {"exponent": LENGTHS.exponent, "scale": LENGTHS.scale},
+        "LearnedExponent": {"lr": LR},
+    },
     num_minibatches=2,
     entropy=BONUS,
 )
@@ -152,7 +158,7 @@ def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
         assert gap < BOUND, f"step {at}: {tensor} is off by {gap:.1e}"
         exponents.append(exponent)
         gradients.append(gradient)
-        exponent -= LENGTHS.lr * gradient
+        exponent -= LR * gradient
     assert min(map(abs, gradients)) > 1e-3, "each step moves it"
     assert metrics["length_lambda_gradient"] == pytest.approx(sum(gradients), rel=BOUND)
     assert metrics["length_lambda"] == pytest.approx(sum(exponents) / 2, rel=BOUND)
@@ -166,11 +172,13 @@ def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(
 ) -> None:
     batch = random_batch(5)
     weights = []
-    for algorithm in (AlgorithmConfig(), AlgorithmConfig(length_weights={})):
+    for algorithm in (
+        AlgorithmConfig(),
+        AlgorithmConfig(row_weight=LEARNED.row_weight),
+    ):
         trainer = pool.build(model, train=EXACT, algorithm=algorithm)
         trainer.train(batch, steps=2)
         weights.append(trainer.weights())
-        assert trainer.each("length_lambda") == [0.0]
     assert all(
         np.array_equal(weights[0][name], weights[1][name]) for name in weights[0]
     )

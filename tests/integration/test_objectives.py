@@ -193,7 +193,9 @@ def test_interpolated_old_policy_uses_the_age_of_each_token(
     """Tokens of versions 1 to 3, trained at version 3; in the second step the current
     policy is another."""
     algorithm = AlgorithmConfig(
-        old_logprobs="interpolated", correction_cap=5.0, num_minibatches=2
+        old_logprobs="invrl.contrib.a3po:Interpolated",
+        correction_cap=5.0,
+        num_minibatches=2,
     )
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)
     rng = np.random.default_rng(0)

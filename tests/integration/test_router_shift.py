@@ -31,7 +31,11 @@ CHOSEN = 2
 DENSE_LAYERS = (0, 2)
 FLOOR = 0.8
 RSPO = AlgorithmConfig(
-    eps_clip_low=0.5, eps_clip_high=0.5, num_minibatches=2, router_shift_floor=FLOOR
+    eps_clip_low=0.5,
+    eps_clip_high=0.5,
+    num_minibatches=2,
+    ratio_weight="invrl.contrib.router_shift:RouterShift",
+    plugin={"RouterShift": {"floor": FLOOR}},
 )
 RECOMPUTE = {
     "recompute_granularity": "full",

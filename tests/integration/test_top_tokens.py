@@ -3,6 +3,7 @@ Hugging Face model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import resolve
 from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
+from invrl.user_code.plugins import plugin_name
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
@@ -68,6 +70,14 @@ def batch_with_top(seed: int) -> TrainBatch:
     return replace(batch, samples=tuple(samples))
 
 
+SIMKO = "invrl.contrib.simko:SimKO"
+TOTAL_VARIATION = "invrl.contrib.dppo_topk:DPPOTotalVariation"
+
+
+def table_of(algorithm: AlgorithmConfig) -> Mapping[str, float]:
+    return algorithm.plugin.by_name[plugin_name(algorithm.policy_loss)]
+
+
 class ExactTopTokens(Reference):
     """The losses over a whole mini-batch, from the whole distributions."""
 
@@ -86,8 +96,8 @@ class ExactTopTokens(Reference):
             rows = [logprobs_TV[position - 1] for position in positions]
             entropy_N = torch.stack([-(row.exp() * row).sum().detach() for row in rows])
             bound = np.inf
-            if algorithm.simko is not None:
-                quantile = algorithm.simko.entropy_quantile
+            if algorithm.policy_loss == SIMKO:
+                quantile = table_of(algorithm)["entropy_quantile"]
                 bound = float(np.quantile(entropy_N.numpy(), quantile))
             for n, position in enumerate(positions):
                 candidates = (
@@ -98,7 +108,7 @@ class ExactTopTokens(Reference):
                 candidates = [int(token) for token in candidates if token != NO_TOKEN]
                 advantage = float(advantages_T[position])
                 sampled = int(sample.tokens_T[position])
-                if algorithm.policy_loss == "simko":
+                if algorithm.policy_loss == SIMKO:
                     term = self.simko(
                         rows[n],
                         sampled,
@@ -137,10 +147,10 @@ class ExactTopTokens(Reference):
                     for token in candidates
                 ]
             )
-            alpha = algorithm.simko.alpha
+            alpha = table_of(algorithm)["alpha"]
             ratio = (1 - alpha) * ratio + alpha * ratio.detach() * shared.mean()
         if undecided and advantage < 0 and candidates[:1] == [sampled]:
-            ratio = ratio * algorithm.simko.top1_weight
+            ratio = ratio * table_of(algorithm)["top1_weight"]
         clipped = ratio.clamp(1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
         return -torch.minimum(ratio * advantage, clipped * advantage)
 
@@ -157,12 +167,12 @@ class ExactTopTokens(Reference):
         q = np.exp(list(rollout.values())).tolist()
         p.append(1 - sum(p))
         q.append(1 - sum(q))
-        if algorithm.policy_loss == "dppo_tv_topk":
+        if algorithm.policy_loss == TOTAL_VARIATION:
             distance = sum(abs(b - a) for a, b in zip(p, q, strict=True)) / 2
         else:
             distance = sum(b * np.log(b / a) for a, b in zip(p, q, strict=True))
         further = float(row_V[sampled].detach()) - rollout[sampled]
-        if distance > algorithm.dppo.threshold and further * advantage > 0:
+        if distance > table_of(algorithm)["threshold"] and further * advantage > 0:
             return row_V.sum() * 0.0
         return -torch.exp(row_V[sampled] - rollout[sampled]) * advantage
 
@@ -170,14 +180,22 @@ class ExactTopTokens(Reference):
 DPPO = {"old_logprobs": "engine", "correction": "none", "num_minibatches": 2}
 LOSSES = {
     "dppo_tv_topk": AlgorithmConfig.model_validate(
-        {**DPPO, "policy_loss": "dppo_tv_topk", "dppo": {"threshold": 0.01}}
+        {
+            **DPPO,
+            "policy_loss": TOTAL_VARIATION,
+            "plugin": {"DPPOTotalVariation": {"threshold": 0.01}},
+        }
     ),
     "dppo_kl_topk": AlgorithmConfig.model_validate(
-        {**DPPO, "policy_loss": "dppo_kl_topk", "dppo": {"threshold": 0.005}}
+        {
+            **DPPO,
+            "policy_loss": "invrl.contrib.dppo_topk:DPPODivergence",
+            "plugin": {"DPPODivergence": {"threshold": 0.005}},
+        }
     ),
     "simko": AlgorithmConfig(
-        policy_loss="simko",
-        simko={"alpha": 0.4, "top1_weight": 1.5, "entropy_quantile": 0.3},
+        policy_loss=SIMKO,
+        plugin={"SimKO": {"alpha": 0.4, "top1_weight": 1.5, "entropy_quantile": 0.3}},
         eps_clip_low=0.4,
         eps_clip_high=0.4,
         dual_clip=None,

@@ -21,17 +21,18 @@ from invrl.algorithms.config import (
     DppoConfig,
     EntropyConfig,
     KlConfig,
-    LengthWeightsConfig,
     RejectionConfig,
     RejectionGateConfig,
     SapoConfig,
 )
-from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
 from invrl.algorithms.losses import policy_loss
+from invrl.contrib.lambda_grpo import LAMBDA_GRADIENT, LengthWeight, weights_of_group
 from invrl.types.metrics import merge, resolve
 
 STEP = 1e-6
+LENGTH_WEIGHT = "invrl.contrib.lambda_grpo:LengthWeight"
+INTERPOLATED = "invrl.contrib.a3po:Interpolated"
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,8 @@ def aggregation_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> fl
         "constant": 1 / (rollouts * (config.aggregation_constant or 1)),
     }
     weight = weights[config.aggregation]
-    if config.length_weights is not None:
-        weight *= length_weight(row, rows, config.length_weights)
+    if config.row_weight is not None:
+        weight *= length_weight(row, rows, length_settings(config))
     return weight
 
 
@@ -272,7 +273,12 @@ def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
     return lengths
 
 
-def length_weight(row: Row, rows: list[Row], config: LengthWeightsConfig) -> float:
+def length_settings(config: AlgorithmConfig) -> LengthWeight:
+    table = config.plugin.by_name.get("LengthWeight", {})
+    return LengthWeight.model_validate(table)
+
+
+def length_weight(row: Row, rows: list[Row], config: LengthWeight) -> float:
     lengths = lengths_of_group(row.group, rows)
     size = len(lengths)
     mean = sum(lengths.values()) / size
@@ -418,7 +424,7 @@ def length_numbers_of(
     row: Row, rows: list[Row], config: AlgorithmConfig
 ) -> tuple[float, float]:
     """The weight of the row's rollout, and its slope."""
-    settings = config.length_weights or LengthWeightsConfig()
+    settings = length_settings(config)
     lengths = lengths_of_group(row.group, rows)
     weights_G, slopes_G = weights_of_group(
         np.array(list(lengths.values()), np.float64),
@@ -447,10 +453,11 @@ def run(
     return outputs, inputs.current_N.grad, entropy_gradient_N
 
 
-length_weights = st.builds(
-    LengthWeightsConfig,
-    exponent=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
-    scale=st.sampled_from([1 / 9, 0.6]),
+length_weights = st.fixed_dictionaries(
+    {
+        "exponent": st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
+        "scale": st.sampled_from([1 / 9, 0.6]),
+    }
 )
 configs = st.builds(
     AlgorithmConfig,
@@ -492,7 +499,8 @@ configs = st.builds(
         ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
     ),
     aggregation_constant=st.just(7.0),
-    length_weights=st.none() | length_weights,
+    row_weight=st.sampled_from([None, LENGTH_WEIGHT]),
+    plugin=st.fixed_dictionaries({"LengthWeight": length_weights}),
     kl=st.none()
     | st.builds(
         KlConfig,
@@ -503,7 +511,7 @@ configs = st.builds(
     ),
     entropy=st.none() | st.builds(EntropyConfig, coefficient=st.just(0.05)),
     solved_nll_coef=st.sampled_from([None, 0.1]),
-    old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
+    old_logprobs=st.sampled_from(["recompute", "engine", INTERPOLATED]),
 )
 row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -543,16 +551,18 @@ def test_the_gradient_of_lambda_equals_finite_differences(
     lengths: list[int],
     seed: int,
     config: AlgorithmConfig,
-    weights: LengthWeightsConfig,
+    weights: dict[str, float],
 ) -> None:
     rows = random_rows(lengths, seed)
     current = [row.current for row in rows]
-    config = config.model_copy(update={"length_weights": weights})
+    config = config.model_copy(update={"row_weight": LENGTH_WEIGHT})
+    config = config.with_plugin_table("LengthWeight", weights)
 
     def loss_with_step(step: float) -> float:
-        moved_weights = weights.model_copy(update={"exponent": weights.exponent + step})
-        changes = {"length_weights": moved_weights}
-        return reference_loss(rows, current, config.model_copy(update=changes))
+        moved = {"exponent": weights["exponent"] + step}
+        return reference_loss(
+            rows, current, config.with_plugin_table("LengthWeight", moved)
+        )
 
     outputs, _, _ = run(rows, rows, config)
     difference = (loss_with_step(1e-5) - loss_with_step(-1e-5)) / 2e-5
@@ -668,10 +678,10 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
 
 
 def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
-    """Above the band of entropies (`adaptive.py`); settings themselves are not
-    negative."""
+    """Above the band of entropies (`contrib/adaptive_entropy.py`); settings themselves
+    are not negative."""
     rows = random_rows([3, 4], 0)
-    penalty = EntropyConfig().model_copy(update={"coefficient": -0.05})
+    penalty = EntropyConfig(coefficient=0.0).model_copy(update={"coefficient": -0.05})
     config = AlgorithmConfig().model_copy(update={"entropy": penalty})
     outputs, _, entropy_gradient_N = run(rows, rows, config)
     plain, _, _ = run(rows, rows, AlgorithmConfig())
@@ -693,27 +703,6 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     _, gradient_N, _ = run([row], [row], config)
     weights = (gradient_N * -4).tolist()
     assert weights == pytest.approx([0.0, 0.6, 4.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("staleness", "old"),
-    [
-        (0.0, "current"),
-        (1.0, "rollout"),
-        (2.0, "half"),
-        (4.0, "quarter"),
-    ],
-)
-def test_interpolated_policy_approaches_the_current_policy_with_age(
-    staleness: float, old: str
-) -> None:
-    from invrl.algorithms.old_policy import interpolated
-
-    expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
-    current_N = torch.tensor([-1.0], requires_grad=True)
-    mixed_N = interpolated(current_N, torch.tensor([-3.0]), torch.tensor([staleness]))
-    assert mixed_N.tolist() == [expected]
-    assert not mixed_N.requires_grad
 
 
 def expected_gradient(

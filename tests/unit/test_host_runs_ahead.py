@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs
+from invrl.algorithms.example import example_inputs, with_row_numbers
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
 from invrl.algorithms.objectives import check_outputs, objective_of
 from invrl.algorithms.value_loss import value_loss
+from invrl.contrib.lambda_grpo import LengthWeight
 from invrl.train.model.nonfinite_steps import nonfinite
 from invrl.types.metrics import Max, Mean, Sum
 
@@ -24,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kl": {"kl": {"coefficient": 0.05}},
     "entropy": {"entropy": {"coefficient": 0.01}},
     "sequences": {"ratio_level": "sequence", "aggregation": "sequence_mean"},
-    "lengths": {"length_weights": {}},
+    "lengths": {"row_weight": "invrl.contrib.lambda_grpo:LengthWeight"},
     "rejection": {"rejection": {"kind": "token"}},
     "sft": {"objective": "sft"},
 }
@@ -40,7 +41,7 @@ def without_numbers(value: Any) -> Any:
 
 
 def inputs_without_numbers() -> LossInputs:
-    inputs = example_inputs()
+    inputs = with_row_numbers(example_inputs(), LengthWeight())
     rows = inputs.rows
     members = {
         field.name: without_numbers(getattr(inputs, field.name))

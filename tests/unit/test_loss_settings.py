@@ -3,16 +3,21 @@ policy loss of the user's must return."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checks_by_name import run_check
 
+from invrl.algorithms.axis_plugins import load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs
+from invrl.algorithms.example import (
+    example_inputs,
+    example_inputs_of,
+    with_row_numbers,
+)
 from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.objectives import needs_of
 from invrl.algorithms.presets import PRESETS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
@@ -21,6 +26,11 @@ from invrl.errors import ConfigError, PluginError
 from invrl.run.settings.config import Config, resolve
 
 ENGINE = ("--old-logprobs", "engine")
+SIMKO = "invrl.contrib.simko:SimKO"
+LENGTHS = "invrl.contrib.lambda_grpo:LengthWeight"
+LEARNED = "invrl.contrib.lambda_grpo:LearnedExponent"
+KL = "invrl.contrib.adaptive_kl:AdaptiveKL"
+ENTROPY = "invrl.contrib.adaptive_entropy:AdaptiveEntropy"
 
 
 def from_flags(*flags: str) -> Config:
@@ -81,7 +91,7 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--rejection token", "kind", "neither bound", "--rejection.high"),
         (
-            "--length-weights --n-samples-per-prompt 1 --advantage raw --group-filter none",
+            f"--row-weight {LENGTHS} --n-samples-per-prompt 1 --advantage raw --group-filter none",
             "n_samples_per_prompt",
             "every weight is 1",
             "2 or more",
@@ -93,12 +103,49 @@ def from_flags(*flags: str) -> Config:
             "below 0.08908",
         ),
         (
-            "--objective sft --data-path rows.jsonl --length-weights",
-            "length_weights",
+            f"--objective sft --data-path rows.jsonl --row-weight {LENGTHS}",
+            "row_weight",
             "the objective sft does not read it",
             "leave it out",
         ),
-        ("--length-weights.exponent 101", "exponent", "100", ""),
+        (
+            f"--row-weight {LENGTHS} --plugin.LengthWeight.exponent 101",
+            "exponent",
+            "100",
+            "lower it",
+        ),
+        (
+            f"--row-weight {LENGTHS}",
+            "exponent",
+            "not learned",
+            "--adaptations invrl.contrib.lambda_grpo:LearnedExponent",
+        ),
+        (
+            f"--adaptations {LEARNED} --plugin.LearnedExponent.lr 1",
+            "row_weight",
+            "no exponent",
+            LENGTHS,
+        ),
+        (
+            f"--adaptations {KL} --plugin.AdaptiveKL.target 0.1",
+            "coefficient",
+            "no KL",
+            "--kl.coefficient",
+        ),
+        (
+            f"--policy-loss {SIMKO} --rollout-top-logprobs 3 --ratio-level sequence --correction none",
+            "ratio_level",
+            "single tokens",
+            "leave",
+        ),
+        (
+            "--policy-loss invrl.contrib.dppo_topk:DPPODivergence --rollout-top-logprobs 3 "
+            "--ratio-level sequence --correction none",
+            "ratio_level",
+            "single tokens",
+            "leave",
+        ),
+        ("--plugin.SimKO.alpha 0.1", "SimKO", "no user code", "leave [plugin.SimKO]"),
         ("--rejection.high 2", "kind", "required", "give rejection.kind too"),
         ("--rejection token --rejection.high 1", "high", "greater than 1", "is kept"),
         ("--rejection token --rejection.low 1", "low", "less than 1", "is kept"),
@@ -140,13 +187,7 @@ def from_flags(*flags: str) -> Config:
             "without the KL",
             "leave it out",
         ),
-        (
-            "--entropy.target 0.3 --entropy.ceiling 0.2",
-            "ceiling",
-            "other end",
-            "raise",
-        ),
-        ("--entropy.step 0.1", "step", "not adapted", "leave"),
+        ("--entropy", "coefficient", "required", "give entropy.coefficient too"),
         (
             "--reference.reset-optimizer",
             "reset_optimizer",
@@ -171,7 +212,6 @@ def from_flags(*flags: str) -> Config:
                 ("reward-deviation population", "reward_deviation"),
             )
         ),
-        ("--kl.target 0.1", "coefficient", "required", "give kl.coefficient too"),
         ("--reference.ema 0.9", "ema", "no reference", "--kl.coefficient"),
         (
             "--reference.reset-steps 9",
@@ -193,7 +233,7 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--dual-clip 0.5", "dual_clip", "greater than 1", "bound of the ratio"),
         (
-            "--routing-replay trainer --num-minibatches 2 --old-logprobs interpolated",
+            "--routing-replay trainer --num-minibatches 2 --old-logprobs invrl.contrib.a3po:Interpolated",
             "routing_replay",
             "no pass",
             "recompute",
@@ -218,11 +258,16 @@ def test_contradicting_loss_axes_are_refused(
         "--policy-loss vespo --correction none",
         "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to reward",
         "--algorithm-preset lambda_grpo --n-samples-per-prompt 82",
-        "--length-weights --length-weights.exponent -2 --aggregation rollout_mean",
-        "--objective distillation --length-weights --length-weights.exponent 1 --teacher.model-path x "
-        "--group-filter none",
-        "--entropy.ceiling 0.2",
-        "--entropy.target 0.1 --entropy.ceiling 0.2 --entropy.step 0.1",
+        f"--row-weight {LENGTHS} --plugin.LengthWeight.exponent -2 --aggregation rollout_mean",
+        f"--objective distillation --row-weight {LENGTHS} --plugin.LengthWeight.exponent 1 "
+        "--teacher.model-path x --group-filter none",
+        f"--adaptations {ENTROPY} --plugin.AdaptiveEntropy.ceiling 0.2",
+        f"--adaptations {ENTROPY},{KL} --plugin.AdaptiveEntropy.target 0.1 "
+        "--plugin.AdaptiveEntropy.ceiling 0.2 --plugin.AdaptiveEntropy.step 0.1 "
+        "--plugin.AdaptiveKL.target 0.1 --kl.coefficient 0.1",
+        "--algorithm-preset lambda_grpo --row-weight invrl.contrib.lambda_grpo:LengthWeight "
+        "--plugin.LengthWeight.exponent 1",
+        "--algorithm-preset rspo --no-ratio-weight",
         "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to rollout_reward --advantage rloo",
         "--rejection token --rejection.low 0.5",
     ],
@@ -241,8 +286,7 @@ def test_compatible_loss_axes_are_accepted(flags: str) -> None:
             [*ENGINE, "--rejection", "token", "--rejection.high", "2"],
             ["the truncated", "the token"],
         ),
-        (["--old-logprobs", "interpolated"], []),
-        (["--length-weights", "--policy-loss", "sapo"], ["the length"]),
+        (["--old-logprobs", "invrl.contrib.a3po:Interpolated"], []),
         (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
     ],
 )
@@ -261,7 +305,7 @@ def test_loss_settings_without_effect_are_listed(
         "--max-staleness 2 --correction none --rejection token --rejection.high 2",
         "--max-staleness 2 --correction none --old-logprobs engine",
         "--max-staleness 2 --correction none --policy-loss vespo",
-        "--max-staleness 2 --old-logprobs interpolated",
+        "--max-staleness 2 --old-logprobs invrl.contrib.a3po:Interpolated",
     ],
 )
 def test_settings_that_correct_for_old_tokens_pass_the_check(flags: str) -> None:
@@ -272,7 +316,7 @@ def test_settings_that_correct_for_old_tokens_pass_the_check(flags: str) -> None
     ("flags", "reason"),
     [
         ("--max-staleness 2 --correction none", "may be 2 versions old"),
-        ("--old-logprobs interpolated", "no token is old"),
+        ("--old-logprobs invrl.contrib.a3po:Interpolated", "no token is old"),
     ],
 )
 def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
@@ -285,11 +329,11 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
     assert algorithm.policy_loss in SURROGATES
-    inputs = example_inputs(with_router_shift=algorithm.router_shift_floor is not None)
-    staleness_N = torch.ones_like(inputs.advantages_N)
-    policy_loss(
-        replace(inputs, columns={"staleness": staleness_N}), algorithm
-    ).loss.backward()
+    inputs = example_inputs_of(needs_of(algorithm))
+    row_weight = load_row_weight(algorithm)
+    if row_weight is not None:
+        inputs = with_row_numbers(inputs, row_weight)
+    policy_loss(inputs, algorithm).loss.backward()
     assert inputs.current_N.grad is not None
     assert torch.isfinite(inputs.current_N.grad).all()
     assert inputs.current_N.grad.any()

@@ -4,10 +4,18 @@ earlier versions mean."""
 from pathlib import Path
 
 import pytest
+import tomli_w
 
+from invrl.algorithms.axis_plugins import axis_plugins
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.settings.config import Config, resolve, section_of_optional_table
+from invrl.run.settings.config import (
+    Config,
+    Source,
+    read_toml,
+    resolve,
+    section_of_optional_table,
+)
 from invrl.run.settings.former_settings import as_written_now
 from invrl.run.settings.resolved_config import _checksum, load_resolved, write_resolved
 
@@ -93,6 +101,30 @@ def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
         (("--run-name", ""), "leave it out"),
         (("--kl-coef", "0.1"), "write --kl.coefficient"),
         (("--simpo-gamma", "1"), "write --simpo.gamma"),
+        (
+            ("--policy-loss", "simko"),
+            "write --policy-loss invrl.contrib.simko:SimKO",
+        ),
+        (
+            ("--old-logprobs", "interpolated"),
+            "write --old-logprobs invrl.contrib.a3po:Interpolated",
+        ),
+        (
+            ("--simko.top1-weight", "2"),
+            "write --policy-loss invrl.contrib.simko:SimKO --plugin.SimKO.top1-weight",
+        ),
+        (
+            ("--router-shift-floor", "0.8"),
+            "write --ratio-weight invrl.contrib.router_shift:RouterShift --plugin.RouterShift.floor",
+        ),
+        (
+            ("--length-weights.lr", "0.1"),
+            "write --adaptations invrl.contrib.lambda_grpo:LearnedExponent --plugin.LearnedExponent.lr",
+        ),
+        (
+            ("--kl-target", "0.1"),
+            "write --adaptations invrl.contrib.adaptive_kl:AdaptiveKL --plugin.AdaptiveKL.target",
+        ),
     ],
 )
 def test_values_and_names_of_earlier_versions_are_refused_with_the_new_ones(
@@ -131,6 +163,96 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
     assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
     assert now["algorithm"]["kl"] is False
     assert as_written_now(now, section_of_table) == now
+
+
+@pytest.mark.parametrize(
+    ("recorded", "paths", "tables"),
+    [
+        (
+            {"policy_loss": "simko", "simko": {"alpha": 0.3}},
+            ["SimKO"],
+            {"SimKO": {"alpha": 0.3}},
+        ),
+        (
+            {"policy_loss": "dppo_kl_topk", "dppo": {"threshold": 0.05}},
+            ["DPPODivergence"],
+            {"DPPODivergence": {"threshold": 0.05}},
+        ),
+        (
+            {
+                "policy_loss": "dppo_tv_topk",
+                "dppo_threshold": 0.05,
+                "simko_alpha": 0.01,
+            },
+            ["DPPOTotalVariation"],
+            {"DPPOTotalVariation": {"threshold": 0.05}},
+        ),
+        ({"old_logprobs": "interpolated"}, ["Interpolated"], {}),
+        (
+            {"algorithm_preset": "rspo", "router_shift_floor": 0.9},
+            ["RouterShift"],
+            {"RouterShift": {"floor": 0.9}},
+        ),
+        ({"algorithm_preset": "rspo", "router_shift_floor": False}, [], {}),
+        (
+            {"length_weights": {"exponent": 2.0, "lr": 0.1, "scale": 0.2}},
+            ["LengthWeight", "LearnedExponent"],
+            {
+                "LengthWeight": {"exponent": 2.0, "scale": 0.2},
+                "LearnedExponent": {"lr": 0.1},
+            },
+        ),
+        (
+            {
+                "length_weighting": "lambda_grpo",
+                "length_lambda": 1.0,
+                "length_lambda_lr": 0.0,
+            },
+            ["LengthWeight"],
+            {"LengthWeight": {"exponent": 1.0}},
+        ),
+        (
+            {
+                "algorithm_preset": "lambda_grpo",
+                "length_weights": {"exponent": 0.0, "lr": 0.0},
+            },
+            [],
+            {},
+        ),
+        (
+            {
+                "kl": {"coefficient": 0.1, "target": 0.05},
+                "entropy": {"coefficient": 0.0, "ceiling": 0.4, "step": 0.01},
+            },
+            ["AdaptiveKL", "AdaptiveEntropy"],
+            {
+                "AdaptiveKL": {"target": 0.05},
+                "AdaptiveEntropy": {"ceiling": 0.4, "step": 0.01},
+            },
+        ),
+        ({"entropy": {"coefficient": 0.1, "step": 0.005}}, [], {}),
+    ],
+)
+def test_a_recorded_configuration_names_what_was_built_in(
+    recorded: dict[str, object],
+    paths: list[str],
+    tables: dict[str, dict[str, float]],
+    tmp_path: Path,
+) -> None:
+    """Settings of [algorithm], and tables beside it."""
+    written = {"algorithm": {"num_minibatches": 4, "correction": "geometric_truncated"}}
+    for name, value in recorded.items():
+        if isinstance(value, dict):
+            written[name] = value
+        else:
+            written["algorithm"][name] = value
+    file = tmp_path / "config.resolved.toml"
+    file.write_text(tomli_w.dumps(written))
+    flags = Source(name="flags", tables={"rollout": {"rollout_top_logprobs": 3}})
+    algorithm = resolve(read_toml(file), flags).algorithm
+    named = [plugin.path.partition(":")[2] for plugin in axis_plugins(algorithm)]
+    assert named == paths
+    assert algorithm.plugin.by_name == tables
 
 
 def test_a_recorded_transport_keeps_its_own_settings_alone() -> None:

@@ -313,7 +313,11 @@ def test_rows_without_top_logprobs_have_no_candidates(model: Path) -> None:
 
 
 def test_loss_over_top_tokens_needs_a_run_that_records_them() -> None:
-    for name in ("dppo_tv_topk", "dppo_kl_topk", "simko"):
+    for name in (
+        "invrl.contrib.dppo_topk:DPPOTotalVariation",
+        "invrl.contrib.dppo_topk:DPPODivergence",
+        "invrl.contrib.simko:SimKO",
+    ):
         with pytest.raises(
             ConfigError, match=f"{name} reads the likeliest tokens"
         ) as caught:
@@ -348,7 +352,7 @@ def test_saved_batches_without_top_logprobs_are_refused() -> None:
         "--load-rollout-data",
         "/tmp/x",
         "--policy-loss",
-        "simko",
+        "invrl.contrib.simko:SimKO",
     ]
     config = resolve(*parse_flags(flags))
     _refuse_missing_top_logprobs(random_batch([0, K]), config)

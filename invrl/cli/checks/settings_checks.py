@@ -91,12 +91,13 @@ def check_algorithm(config: Config) -> None:
     functions that can be called as such. A user's policy loss or objective is called
     once."""
     from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.axis_plugins import axis_plugins
     from invrl.algorithms.objectives import is_built_in, needs_of
     from invrl.algorithms.surrogates import SURROGATES, surrogate_function
     from invrl.buffer.group_filters import group_filter_function
 
     advantage_function(config.algorithm.advantage)
-    surrogate_function(config.algorithm.policy_loss)
+    surrogate_function(config.algorithm)
     needs = needs_of(config.algorithm)
     if config.critic_layout is not None and not needs.values:
         reason = f"the objective {config.algorithm.objective} needs no values, so there is no critic"
@@ -108,6 +109,10 @@ def check_algorithm(config: Config) -> None:
         from invrl.algorithms.example import try_surrogate
 
         try_surrogate(config.algorithm)
+    if any(axis_plugins(config.algorithm)):
+        from invrl.algorithms.example import try_axes
+
+        try_axes(config.algorithm)
     if not is_built_in(config.algorithm.objective):
         from invrl.algorithms.example import try_objective
 
@@ -116,7 +121,7 @@ def check_algorithm(config: Config) -> None:
 
 def check_off_policy(config: Config) -> None:
     """Check that a batch sampled by older weights is trained with a correction."""
-    from invrl.algorithms.objectives import is_built_in
+    from invrl.algorithms.objectives import is_built_in, needs_of
 
     algorithm = config.algorithm
     staleness = config.buffer.max_staleness
@@ -131,8 +136,8 @@ def check_off_policy(config: Config) -> None:
         )
         fix = "set --correction truncated (or --rejection), --old-logprobs engine, or --max-staleness 0"
         raise Doubt("algorithm.correction", algorithm.correction, reason, fix)
-    if not staleness and algorithm.old_logprobs == "interpolated":
-        reason = "with max_staleness 0 no token is old, so the old policy is the current one and nothing clips"
+    if not staleness and needs_of(algorithm).staleness:
+        reason = "it reads how old each token is, and with max_staleness 0 none is"
         fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
         raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
 

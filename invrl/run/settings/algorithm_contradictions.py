@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from invrl.algorithms.axis_plugins import axis_plugins
 from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
-from invrl.algorithms.length_weights import largest_scale
 from invrl.algorithms.objectives import (
     DISTILLATION,
     ON_FILES,
@@ -19,7 +19,8 @@ from invrl.algorithms.objectives import (
     is_built_in,
     needs_of,
 )
-from invrl.algorithms.surrogates import ON_TOP_TOKENS
+from invrl.interfaces import ChecksSettings
+from invrl.user_code.plugins import plugin_name
 
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config
@@ -29,7 +30,7 @@ Contradictions = Iterator[tuple[str, str, str]]
 _READ_BY: dict[str, tuple[str, ...]] = {
     "aggregation": ("sft", *ON_ROLLOUTS),
     "aggregation_constant": ("sft", *ON_ROLLOUTS),
-    "length_weights": ON_ROLLOUTS,
+    "row_weight": ON_ROLLOUTS,
     "kl": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
     "ratio_level": ON_ROLLOUTS,
@@ -42,7 +43,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "rejection": ON_ROLLOUTS,
     "entropy": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
-    "router_shift_floor": ON_ROLLOUTS,
+    "ratio_weight": ON_ROLLOUTS,
+    "adaptations": ON_ROLLOUTS,
     "advantage": ("rl",),
     "advantage_eps": ("rl",),
     "reward_deviation": ("rl",),
@@ -150,9 +152,8 @@ def _loss(config: Config) -> Contradictions:
         )
     surrogate = algorithm.policy_loss
     if algorithm.ratio_level != "token":
-        if surrogate in ("dppo_tv", "dppo_kl", *ON_TOP_TOKENS):
-            verb = "changes the ratios of" if surrogate == "simko" else "masks"
-            reason = f"{surrogate} {verb} single tokens by their own probabilities"
+        if surrogate in ("dppo_tv", "dppo_kl"):
+            reason = f"{surrogate} masks single tokens by their own probabilities"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield (
@@ -182,52 +183,26 @@ def _loss(config: Config) -> Contradictions:
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
     yield from _bounds_of_corrections(config)
-    yield from _router_shift(config)
 
 
-def _router_shift(config: Config) -> Contradictions:
-    """Contradictions of RSPO's weight with other settings. `TrainConfig.check_model`
-    also checks the model and its layout."""
+def _plugins(config: Config) -> Contradictions:
+    """User code of the axes that contradicts other settings, and tables that none
+    has."""
     algorithm = config.algorithm
-    field = "algorithm.router_shift_floor"
-    if not algorithm.router_shift_floor or algorithm.objective not in ON_ROLLOUTS:
-        return
-    if algorithm.old_logprobs != "recompute":
-        reason = (
-            f"with --old-logprobs {algorithm.old_logprobs} no pass says what the routers were like under the "
-            "old policy"
-        )
-        yield field, reason, "use --old-logprobs recompute, or leave it out"
-    elif algorithm.current_is_old:
-        reason = "a batch has one optimizer step, in which the current policy is the old one: no router moves"
-        yield field, reason, "set --num-minibatches to 2 or more, or leave it out"
-    if algorithm.policy_loss in ("vespo", "policy_gradient"):
-        yield (
-            field,
-            f"{algorithm.policy_loss} has no ratio that it could weigh",
-            "leave it out",
-        )
-
-
-def _length_weights(config: Config) -> Contradictions:
-    weights = config.algorithm.length_weights
-    if weights is None:
-        return
-    samples = config.rollout.n_samples_per_prompt
-    if samples == 1:
-        reason = (
-            "lengths are compared within a group; with one rollout every weight is 1"
-        )
-        yield (
-            "rollout.n_samples_per_prompt",
-            reason,
-            "set --n-samples-per-prompt to 2 or more",
-        )
-        return
-    bound = largest_scale(samples)
-    if weights.scale >= bound:
-        reason = f"in a group of {samples} a rollout may be so short that 1 + r z is not above 0, and has no power"
-        yield "length_weights.scale", reason, f"set it below {bound:.4g}"
+    if algorithm.objective not in ON_ROLLOUTS:
+        paths = [algorithm.objective]
+    else:
+        plugins = list(axis_plugins(algorithm))
+        paths = [plugin.path for plugin in plugins]
+        for _, _, plugin in plugins:
+            if isinstance(plugin, ChecksSettings):
+                plugin.check(config)
+    names = [plugin_name(path) for path in (*paths, algorithm.advantage)]
+    for table in algorithm.plugin.by_name:
+        if table not in names:
+            reason = f"no user code that the settings name is called {table}"
+            fix = f"leave [plugin.{table}] out, or name what it belongs to, as in --policy-loss module:{table}"
+            yield f"plugin.{table}", reason, fix
 
 
 def _top_logprobs(config: Config) -> Contradictions:
@@ -239,7 +214,7 @@ def _top_logprobs(config: Config) -> Contradictions:
     if config.rollout.rollout_top_logprobs or not needs_of(algorithm).top_logprobs:
         return
     reader = f"the objective {algorithm.objective}"
-    if algorithm.policy_loss in ON_TOP_TOKENS:
+    if algorithm.objective in ON_ROLLOUTS:
         reader = f"the policy loss {algorithm.policy_loss}"
     reason = f"{reader} reads the likeliest tokens in the place of each sampled one, and none are recorded"
     yield (
@@ -333,30 +308,6 @@ def _kl(config: Config) -> Contradictions:
                 reason,
                 "leave it out, or set --kl.added-to reward",
             )
-
-
-def _entropy(config: Config) -> Contradictions:
-    entropy = config.algorithm.entropy
-    if entropy is None:
-        return
-    target = entropy.target
-    if target is not None and entropy.ceiling is not None and entropy.ceiling <= target:
-        reason = f"it is not above the target {target:g}, the other end of the band"
-        yield (
-            "entropy.ceiling",
-            reason,
-            "raise --entropy.ceiling or lower --entropy.target",
-        )
-    default = type(entropy).model_fields["step"].default
-    if entropy.step != default and not entropy.is_adapted:
-        reason = (
-            "the coefficient is not adapted: there is neither a target nor a ceiling"
-        )
-        yield (
-            "entropy.step",
-            reason,
-            "set one of them, or leave this out",
-        )
 
 
 def _objective(config: Config) -> Contradictions:
@@ -499,9 +450,8 @@ ON_DATA = (
     _reference,
     _critic,
     _loss,
-    _length_weights,
+    _plugins,
     _kl,
-    _entropy,
     _objective,
     _teacher,
 )
@@ -511,10 +461,9 @@ WITH_ROLLOUTS = (
     _advantages,
     _critic,
     _loss,
-    _length_weights,
+    _plugins,
     _top_logprobs,
     _kl,
-    _entropy,
     _objective,
     _teacher,
 )

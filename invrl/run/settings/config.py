@@ -400,7 +400,7 @@ TABLES: dict[str, Table] = {
     for section_name, section in SECTIONS.items()
     for name, model in tables_of(section).items()
 }
-Tables = Mapping[str, Mapping[str, Scalar]]
+Tables = Mapping[str, Mapping[str, Scalar | Mapping[str, Scalar]]]
 
 
 def model_of_table(table: str) -> type[Section] | None:
@@ -559,7 +559,7 @@ def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
 
 def _key_fix(key: str, table: str) -> str:
     """Return the fix for a key that its table does not have."""
-    former = former_fix(key)
+    former = former_fix(key) or former_fix(f"{table}.{key}")
     if former:
         return former
     model = model_of_table(table)

@@ -66,7 +66,7 @@ def check(config: Config) -> None:
 
 def _names(config: Config) -> Contradictions:
     """Names of algorithms in the wrong setting, and objectives that do not exist."""
-    for name in ("objective", "advantage", "policy_loss"):
+    for name in ("objective", "advantage", "policy_loss", "old_logprobs"):
         fix = wrong_name(name, getattr(config.algorithm, name))
         if fix:
             yield (

@@ -142,7 +142,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "expert_model_parallel_size": "ep ep_size train_ep expert_parallel_size",
     "pipeline_model_parallel_size": "pp pp_size train_pp",
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
-    "router_shift_floor": "router_shift router_shift_gamma_min gamma_min rspo_gamma_min",
+    "ratio_weight": "router_shift router_shift_gamma_min gamma_min rspo_gamma_min",
     "reference_model_path": (
         "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path ref_pretrain"
     ),

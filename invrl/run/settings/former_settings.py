@@ -7,6 +7,7 @@ Elsewhere an old name is refused with the new one. Pure data and functions.
 from collections.abc import Mapping
 from typing import Any
 
+from invrl.user_code.plugins import plugin_name
 from invrl.weights.config import WeightsConfig
 
 FORMER_NAMES: dict[str, str] = {
@@ -16,20 +17,20 @@ FORMER_NAMES: dict[str, str] = {
     "kl_estimator": "kl.estimator",
     "kl_in": "kl.added_to",
     "kl_clamp": "kl.clamp",
-    "kl_target": "kl.target",
+    "kl_target": "plugin.AdaptiveKL.target",
     "entropy_coef": "entropy.coefficient",
-    "entropy_target": "entropy.target",
-    "entropy_ceiling": "entropy.ceiling",
-    "entropy_coef_step": "entropy.step",
+    "entropy_target": "plugin.AdaptiveEntropy.target",
+    "entropy_ceiling": "plugin.AdaptiveEntropy.ceiling",
+    "entropy_coef_step": "plugin.AdaptiveEntropy.step",
     "rejection_low": "rejection.low",
     "rejection_high": "rejection.high",
     "overlong_buffer": "overlong.buffer",
     "overlong_penalty": "overlong.penalty",
     "overlong_length": "overlong.length",
-    "length_lambda": "length_weights.exponent",
-    "length_lambda_lr": "length_weights.lr",
-    "length_lambda_scale": "length_weights.scale",
-    "length_weighting": "length_weights",
+    "length_lambda": "plugin.LengthWeight.exponent",
+    "length_lambda_lr": "plugin.LearnedExponent.lr",
+    "length_lambda_scale": "plugin.LengthWeight.scale",
+    "length_weighting": "plugin.LengthWeight",
     "preference_beta": "dpo.beta",
     "label_smoothing": "dpo.label_smoothing",
     "simpo_beta": "simpo.beta",
@@ -41,9 +42,9 @@ FORMER_NAMES: dict[str, str] = {
     "sapo_temperature_negative": "sapo.temperature_negative",
     "rejection_gate_sharpness": "rejection_gate.sharpness",
     "dppo_threshold": "dppo.threshold",
-    "simko_alpha": "simko.alpha",
-    "simko_top1_weight": "simko.top1_weight",
-    "simko_entropy_quantile": "simko.entropy_quantile",
+    "simko_alpha": "plugin.SimKO.alpha",
+    "simko_top1_weight": "plugin.SimKO.top1_weight",
+    "simko_entropy_quantile": "plugin.SimKO.entropy_quantile",
     "vespo_power_positive": "vespo.power_positive",
     "vespo_decay_positive": "vespo.decay_positive",
     "vespo_power_negative": "vespo.power_negative",
@@ -147,12 +148,46 @@ FORMER_NAMES: dict[str, str] = {
     "turn_reward_use": "turn_rewards.use",
     "rollout_workers": "workers.count",
     "rollout_worker_memory_gb": "workers.memory_gb",
+    "kl.target": "plugin.AdaptiveKL.target",
+    "entropy.target": "plugin.AdaptiveEntropy.target",
+    "entropy.ceiling": "plugin.AdaptiveEntropy.ceiling",
+    "entropy.step": "plugin.AdaptiveEntropy.step",
+    "length_weights": "plugin.LengthWeight",
+    "length_weights.exponent": "plugin.LengthWeight.exponent",
+    "length_weights.lr": "plugin.LearnedExponent.lr",
+    "length_weights.scale": "plugin.LengthWeight.scale",
+    "router_shift_floor": "plugin.RouterShift.floor",
+    "simko": "plugin.SimKO",
+    "simko.alpha": "plugin.SimKO.alpha",
+    "simko.top1_weight": "plugin.SimKO.top1_weight",
+    "simko.entropy_quantile": "plugin.SimKO.entropy_quantile",
     "reference_reset_steps": "reference.reset_steps",
     "reference_reset_optimizer": "reference.reset_optimizer",
     "reference_ema": "reference.ema",
 }
 """The name of a setting by the one that it had; one that has its table
 before it as table.key."""
+FORMER_VALUES: dict[str, dict[str, str]] = {
+    "policy_loss": {
+        "simko": "invrl.contrib.simko:SimKO",
+        "dppo_tv_topk": "invrl.contrib.dppo_topk:DPPOTotalVariation",
+        "dppo_kl_topk": "invrl.contrib.dppo_topk:DPPODivergence",
+    },
+    "old_logprobs": {"interpolated": "invrl.contrib.a3po:Interpolated"},
+}
+"""The value of a setting by the one that it had."""
+_NAMED_BY = {
+    "SimKO": ("policy_loss", "invrl.contrib.simko:SimKO"),
+    "RouterShift": ("ratio_weight", "invrl.contrib.router_shift:RouterShift"),
+    "LengthWeight": ("row_weight", "invrl.contrib.lambda_grpo:LengthWeight"),
+    "LearnedExponent": ("adaptations", "invrl.contrib.lambda_grpo:LearnedExponent"),
+    "AdaptiveKL": ("adaptations", "invrl.contrib.adaptive_kl:AdaptiveKL"),
+    "AdaptiveEntropy": (
+        "adaptations",
+        "invrl.contrib.adaptive_entropy:AdaptiveEntropy",
+    ),
+}
+"""The setting and the value that load what was built in."""
 _OF_OTHER_PACKAGES = {"sglang", "router", "megatron"}
 _ABSENT: dict[str, dict[str, object]] = {
     "run": {
@@ -255,7 +290,16 @@ def former_fix(name: str) -> str:
     new = FORMER_NAMES.get(name.lower().removeprefix("--").replace("-", "_"))
     if new is None:
         return ""
-    if name.startswith("--"):
+    is_flag = name.startswith("--")
+    if new.startswith("plugin."):
+        plugin, _, key = new.removeprefix("plugin.").partition(".")
+        setting, path = _NAMED_BY[plugin]
+        if is_flag:
+            fix = f"it moved: write --{setting.replace('_', '-')} {path}"
+            return fix + (f" --{new.replace('_', '-')}" if key else "")
+        fix = f"it moved: write {setting} = {path!r}, in table [algorithm]"
+        return fix + (f", and {key}, in table [plugin.{plugin}]" if key else "")
+    if is_flag:
         return f"it was renamed: write --{new.replace('_', '-')}"
     table, _, key = new.rpartition(".")
     place = f", in table [{table}]" if table else ""
@@ -273,10 +317,63 @@ def as_written_now(
         for key, value in absent.items():
             if key in entries and entries[key] is not False and entries[key] == value:
                 entries[key] = False
+    if "algorithm" in now and "adaptations" not in now["algorithm"]:
+        _name_plugins(now)
     if "kl_coef" in now.get("algorithm", {}):
         _move_tables(now, section_of_table)
     _move_settings(now)
     return now
+
+
+def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
+    """Name the user code that was built in, with its settings in tables."""
+    algorithm = tables["algorithm"]
+    weights = tables.get("length_weights")
+    is_weighted = weights is not None or bool(algorithm.get("length_weighting"))
+    dppo = {**tables.get("dppo", {})}
+    if "dppo_threshold" in algorithm:
+        dppo["threshold"] = algorithm["dppo_threshold"]
+    plugin: dict[str, dict[str, Any]] = {}
+    for section in list(tables):
+        for key in list(tables[section]):
+            new = FORMER_NAMES.get(f"{section}.{key}") or FORMER_NAMES.get(key, "")
+            if new.startswith("plugin."):
+                value = tables[section].pop(key)
+                _, name, new_key = f"{new}.".split(".")[:3]
+                if new_key and value is not False:
+                    plugin.setdefault(name, {})[new_key] = value
+    tables.pop("length_weights", None)
+    tables.pop("simko", None)
+    for setting, values in FORMER_VALUES.items():
+        value = algorithm.get(setting)
+        if value in values:
+            algorithm[setting] = values[value]
+        if value in ("dppo_tv_topk", "dppo_kl_topk"):
+            plugin[plugin_name(values[value])] = dppo
+            tables.pop("dppo", None)
+    entropy = plugin.get("AdaptiveEntropy", {})
+    is_learned = is_weighted and bool(plugin.get("LearnedExponent", {}).get("lr"))
+    is_weighted = is_learned or (
+        is_weighted and bool(plugin.get("LengthWeight", {}).get("exponent"))
+    )
+    is_on = {
+        "RouterShift": "RouterShift" in plugin,
+        "LengthWeight": is_weighted,
+        "LearnedExponent": is_learned,
+        "AdaptiveKL": "AdaptiveKL" in plugin,
+        "AdaptiveEntropy": bool({"target", "ceiling"} & entropy.keys()),
+    }
+    algorithm["ratio_weight"] = is_on["RouterShift"] and _NAMED_BY["RouterShift"][1]
+    algorithm["row_weight"] = is_weighted and _NAMED_BY["LengthWeight"][1]
+    algorithm["adaptations"] = [
+        path
+        for name, (setting, path) in _NAMED_BY.items()
+        if setting == "adaptations" and is_on[name]
+    ]
+    named = {plugin_name(str(algorithm.get(setting))) for setting in FORMER_VALUES}
+    tables["plugin"] = {
+        name: table for name, table in plugin.items() if is_on.get(name, name in named)
+    }
 
 
 def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
@@ -316,17 +413,13 @@ def _move_tables(
     beta = algorithm.pop("preference_beta", 0.1)
     smoothing = algorithm.pop("label_smoothing", 0.0)
     objective = algorithm.get("objective")
-    policy_loss = str(algorithm.get("policy_loss")).removesuffix("_topk")
+    policy_loss = str(algorithm.get("policy_loss"))
     policy_loss = {"dppo_tv": "dppo", "dppo_kl": "dppo"}.get(policy_loss, policy_loss)
     is_on = {
         "critic": algorithm.get("advantage") == "gae",
         "difficulty": tables.get("buffer", {}).get("group_filter")
         == "medium_difficulty",
-        "length_weights": bool(algorithm.get("length_weighting")),
-        "entropy": any(
-            algorithm.get(key)
-            for key in ("entropy_coef", "entropy_target", "entropy_ceiling")
-        ),
+        "entropy": bool(algorithm.get("entropy_coef")),
     }
     for section, key, table in (
         ("algorithm", "rejection", "rejection"),
@@ -366,7 +459,7 @@ def _move_tables(
         )
     for table in ("dpo", "ipo", "simpo", "orpo", "kto"):
         is_on[table] = objective == table
-    for table in ("sapo", "rejection_gate", "dppo", "simko", "vespo"):
+    for table in ("sapo", "rejection_gate", "dppo", "vespo"):
         is_on[table] = policy_loss == table
     for table, section in section_of_table.items():
         if not is_on.get(table, table in tables):

@@ -11,7 +11,7 @@ from invrl.run.settings.foreign_names import (
     ON_FILES,
     ON_ROLLOUTS,
 )
-from invrl.run.settings.former_settings import FORMER_NAMES
+from invrl.run.settings.former_settings import FORMER_NAMES, former_fix
 from invrl.train.runtime.megatron_args import fix_of_field
 
 _OURS = {
@@ -40,9 +40,11 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
     """Return the settings, or flags, that a wrong name may stand for, as a fix; or the
     alternative if there is none. `on_file`: of a run that trains on a file."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
-    new_name = FORMER_NAMES.get(_plain(name))
+    new_name = FORMER_NAMES.get(_plain(name), "")
     if new_name in valid:
         return f"it was renamed: write {valid[new_name]}"
+    if new_name.startswith("plugin."):
+        return former_fix(name)
     answer = answer_without_setting(name)
     if answer:
         return answer

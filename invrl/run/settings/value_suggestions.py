@@ -7,16 +7,19 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from invrl.algorithms.advantages import ADVANTAGES
+from invrl.algorithms.axis_plugins import BUILT_IN_OLD_POLICIES
 from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
 from invrl.algorithms.objectives import ON_FILES, ON_ROLLOUTS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.datasets.config import KIND_OF_OBJECTIVE
+from invrl.run.settings.former_settings import FORMER_VALUES
 from invrl.types.section import is_optional, present_type
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "objective": (*ON_ROLLOUTS, *ON_FILES),
     "advantage": tuple(ADVANTAGES),
     "policy_loss": tuple(SURROGATES),
+    "old_logprobs": BUILT_IN_OLD_POLICIES,
 }
 """Built-in names of settings of [algorithm] that also take an import path."""
 
@@ -79,9 +82,12 @@ def misplaced_value(key: str, value: str) -> str:
 
 
 def wrong_name(key: str, value: str) -> str:
-    """Return a fix for a name that is not a built-in `objective`, `advantage` or
-    `policy_loss`: the setting that it belongs to, or an objective with a similar
-    spelling. "" for a value that may be an import path, which loading explains."""
+    """Return a fix for a name that is not a built-in of a setting that also takes an
+    import path: its present value, the setting that it belongs to, or an objective with
+    a similar spelling. "" for a value that may be an import path, which loading explains."""
+    former = FORMER_VALUES.get(key, {}).get(value)
+    if former is not None:
+        return f"it moved: write --{key.replace('_', '-')} {former}"
     if value in _NAMES[key] or not value.isidentifier():
         return ""
     misplaced = misplaced_value(key, value)

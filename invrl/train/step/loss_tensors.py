@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
-from invrl.algorithms.objectives import TEACHER_COLUMN, needs_of
-from invrl.algorithms.old_policy import STALENESS
+from invrl.algorithms.objectives import (
+    STALENESS_COLUMN,
+    TEACHER_COLUMN,
+    Needs,
+    needs_of,
+)
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.critic.critic import Targets
 from invrl.train.model.pipeline_schedule import Packed, SampleNumbers
@@ -73,8 +77,7 @@ def loss_work(
     targets: Targets | None = None,
 ) -> list[LossWork]:
     """Return the loss work of each micro-batch."""
-    with_staleness = algorithm.old_logprobs == "interpolated"
-    with_top = needs_of(algorithm).top_logprobs
+    needs = needs_of(algorithm)
     return [
         _of_micro_batch(
             mini_batch,
@@ -84,8 +87,7 @@ def loss_work(
             numbers,
             teacher=teacher,
             targets=targets,
-            with_staleness=with_staleness,
-            with_top=with_top,
+            needs=needs,
         )
         for micro_batch in packed.micro_batches
     ]
@@ -100,8 +102,7 @@ def _of_micro_batch(
     *,
     teacher: SampleNumbers | None,
     targets: Targets | None,
-    with_staleness: bool,
-    with_top: bool,
+    needs: Needs,
 ) -> LossWork:
     """Pick the values of the micro-batch's wanted tokens out of the mini-batch's
     arrays."""
@@ -134,9 +135,9 @@ def _of_micro_batch(
         columns[name] = pick([sample.columns[name] for sample in samples])
     if teacher is not None:
         columns[TEACHER_COLUMN] = pick(teacher)
-    if with_staleness:
+    if needs.staleness:
         ages = [mini_batch.version - sample.versions_T for sample in samples]
-        columns[STALENESS] = pick([ages_T.astype(np.float32) for ages_T in ages])
+        columns[STALENESS_COLUMN] = pick([ages_T.astype(np.float32) for ages_T in ages])
     row_numbers: dict[str, torch.Tensor] = {}
     for name in common_names([numbers[index] for index in row_indices]):
         row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
@@ -163,7 +164,7 @@ def _of_micro_batch(
         numbers=row_numbers,
         after_update_N=after_update_N,
     )
-    top = _top_tokens(mini_batch, micro_batch) if with_top else None
+    top = _top_tokens(mini_batch, micro_batch) if needs.top_logprobs else None
     return LossWork(micro_batch, loss_inputs, top)
 
 

@@ -1,5 +1,5 @@
 """Numbers of the samples of a mini-batch: their own, those that an objective computes
-from other samples, and the weights of rollouts by their lengths.
+from other samples, and those of its rollout.
 
 Imported after `device.prepare()`.
 """
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.length_weights import length_numbers
 from invrl.algorithms.objectives import coupling_of
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
@@ -47,17 +46,12 @@ def coupled_numbers(
     return numbers
 
 
-def weighted_by_length(
+def with_rollout_numbers(
     mini_batch: TrainBatch,
     numbers: Sequence[Mapping[str, float]],
-    *,
-    exponent: float,
-    scale: float,
+    of_rollout: Mapping[str, Mapping[str, float]],
 ) -> list[Mapping[str, float]]:
-    """Return the numbers of each sample, with those of its rollout's length
-    (`length_weights.py`) if it has a trained token. Equal on every rank: lengths are
-    those of the whole mini-batch."""
-    of_rollout = length_numbers(mini_batch.trained, exponent=exponent, scale=scale)
+    """Return the numbers of each sample, with those of its rollout if it has any."""
     return [
         {**of_row, **of_rollout.get(sample.rollout_id, {})}
         for sample, of_row in zip(mini_batch.samples, numbers, strict=True)

@@ -22,17 +22,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from invrl.algorithms.adaptive import Coefficients
+from invrl.algorithms.axis_plugins import load_adaptations, load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.length_weights import LAMBDA_GRADIENT
 from invrl.algorithms.objectives import needs_of, objective_of
 from invrl.errors import TrainError
-from invrl.interfaces import Objective, StepResult, TokenRecord
+from invrl.interfaces import Adaptation, Objective, StepResult, TokenRecord
 from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.micro_batch import Row
 from invrl.train.batches.sharding import Shard
@@ -55,7 +55,7 @@ from invrl.train.step.logprob_passes import Passes
 from invrl.train.step.loss_tensors import LossWork, loss_work
 from invrl.train.step.prepared_batch import Judged, Prepared
 from invrl.train.step.rollout_kl import with_rollout_kl
-from invrl.train.step.sample_columns import coupled_numbers, weighted_by_length
+from invrl.train.step.sample_columns import coupled_numbers, with_rollout_numbers
 from invrl.train.step.throughput import work_amounts
 from invrl.train.step.token_records import records_of_mini_batch
 from invrl.types.batches import TrainBatch
@@ -93,14 +93,19 @@ class TrainStep:
     """None: no routing is replayed or compared."""
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
-    coefficients: Coefficients = field(init=False)
-    """Adapted by the batches so far."""
+    adapted: dict[str, Mapping[str, float]] = field(init=False)
+    """State of each adaptation after the batches so far, by its name."""
     passes: Passes = field(init=False)
+    _adaptations: Mapping[str, Adaptation] = field(init=False)
     _objective: Objective = field(init=False)
     _nonfinite: NonfiniteSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coefficients = Coefficients.of(self.algorithm)
+        self._adaptations = load_adaptations(self.algorithm)
+        self.adapted = {
+            name: adaptation.start(self.algorithm)
+            for name, adaptation in self._adaptations.items()
+        }
         self.passes = Passes(
             self.chunks,
             layout=self.layout,
@@ -139,7 +144,7 @@ class TrainStep:
         optimizer step."""
         started = time.monotonic()
         seconds: dict[str, float] = {}
-        self._objective = objective_of(self.coefficients.within(self.algorithm))
+        self._objective = objective_of(self._adapted_settings())
         self._check_candidates(shard)
         with timed(seconds, "objective"):
             packed = [
@@ -252,11 +257,13 @@ class TrainStep:
                 step_metrics["minimized_loss"] = Mean(
                     sum(loss_pass.losses), 1 / self.layout.data
                 )
-            step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
+            step_metrics |= self._adapt(
+                "optimizer_step", loss_metrics, changes=grad_norm > 0.0
+            )
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
         self.progress.end()
-        metrics |= self._adapt(metrics)
+        metrics |= self._adapt("batch", [metrics], changes=True)
         self._move_reference(prepared.shard)
         if self.critic is not None:
             self.critic.batches += 1
@@ -351,44 +358,53 @@ class TrainStep:
         self.progress.end()
         return merge(measured)
 
-    def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adapt the coefficients to the batch, on all ranks together. Returns those
-        that acted in it, if they are adapted at all."""
+    def _adapted_settings(self) -> AlgorithmConfig:
+        """Return the settings as the adaptations have changed them so far."""
         algorithm = self.algorithm
-        before = self.coefficients
+        for name, adaptation in self._adaptations.items():
+            algorithm = adaptation.within(algorithm, self.adapted[name])
+        return algorithm
+
+    def _adapt(
+        self,
+        after: Literal["batch", "optimizer_step"],
+        metrics: Sequence[Mapping[str, Metric]],
+        *,
+        changes: bool,
+    ) -> dict[str, Metric]:
+        """Return the state of the adaptations that acted, and with `changes` adapt it
+        to these metrics, on all ranks together."""
         acted: dict[str, Metric] = {}
-        if algorithm.kl is not None and algorithm.kl.target is not None:
-            acted["kl_coef"] = Max(before.kl)
-        if algorithm.entropy is not None and algorithm.entropy.is_adapted:
-            acted["entropy_coef"] = Max(before.acting_entropy)
-        if not acted:
-            return {}
-        nothing = Mean(0.0, 0)
-        measured = [metrics.get(name, nothing) for name in ("kl_reference", "entropy")]
-        means = [metric for metric in measured if isinstance(metric, Mean)]
-        divergence, entropy = means_of_ranks(
-            [mean.total for mean in means], [float(mean.weight) for mean in means]
-        )
-        if not math.isnan(entropy):  # no step of the batch was finite
-            self.coefficients = before.after(algorithm, divergence, entropy)
+        for name, adaptation in self._adaptations.items():
+            if adaptation.after_each != after:
+                continue
+            state = self.adapted[name]
+            # Max once a batch, because these are the same on every rank.
+            kind = Max if after == "batch" else Mean
+            acted |= {key: kind(value) for key, value in state.items()}
+            if changes:
+                measured = self._measured(adaptation, merge(metrics))
+                if not any(map(math.isnan, measured.values())):
+                    self.adapted[name] = adaptation(state, measured)
         return acted
 
-    def _learn_lambda(
-        self, loss_metrics: Sequence[Mapping[str, Metric]], *, makes_step: bool
-    ) -> dict[str, Mean]:
-        """Return the length exponent that acted in the mini-batch, if rollouts are
-        weighted by their lengths. If it is learned, it then makes its step, on all
-        ranks together."""
-        weights = self.algorithm.length_weights
-        if weights is None:
-            return {}
-        acted = {"length_lambda": Mean(self.coefficients.length_lambda)}
-        if makes_step and weights.lr:
-            own = merge(loss_metrics).get(LAMBDA_GRADIENT, Sum(0.0)).value()
-            reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
-            gradient = sum_in_order(own, reporters)
-            self.coefficients = self.coefficients.after_step(weights, gradient)
-        return acted
+    def _measured(
+        self, adaptation: Adaptation, metrics: Mapping[str, Metric]
+    ) -> dict[str, float]:
+        """Return the metrics that the adaptation reads, over all ranks. A mean is NaN if
+        no step was finite."""
+        means = [metrics.get(name, Mean(0.0, 0)) for name in adaptation.means]
+        totals = [mean.total for mean in means if isinstance(mean, Mean)]
+        weights = [float(mean.weight) for mean in means if isinstance(mean, Mean)]
+        measured: dict[str, float] = {}
+        if means:
+            over_ranks = means_of_ranks(totals, weights)
+            measured = dict(zip(adaptation.means, over_ranks, strict=True))
+        reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
+        for name in adaptation.sums:
+            own = metrics.get(name, Sum(0.0)).value()
+            measured[name] = sum_in_order(own, reporters)
+        return measured
 
     def _move_reference(self, shard: Shard) -> None:
         """Let the reference follow the policy, if the settings say so. A version is a
@@ -442,7 +458,7 @@ class TrainStep:
                     shard,
                     old=prepared.before,
                     reference=prepared.reference,
-                    config=self.coefficients.within(algorithm),
+                    config=self._adapted_settings(),
                 )
             return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
         with timed(prepared.seconds, "objective"):
@@ -451,7 +467,7 @@ class TrainStep:
                 values,
                 old=prepared.before,
                 reference=prepared.reference,
-                config=self.algorithm,
+                config=self._adapted_settings(),
             )
         if values is None:
             return Judged(
@@ -475,7 +491,7 @@ class TrainStep:
         seconds: dict[str, float],
     ) -> list[Mapping[str, float]]:
         """Return the numbers of each sample: its own, those that the objective computes
-        from other samples, and those of its rollout's length."""
+        from other samples, and those of its rollout that weigh its loss."""
         algorithm = self.algorithm
         numbers = [sample.numbers for sample in mini_batch.samples]
         if needs_of(algorithm).row_table:
@@ -484,14 +500,11 @@ class TrainStep:
                 numbers = coupled_numbers(
                     algorithm.objective, self._objective, mini_batch, current, reference
                 )
-        if algorithm.length_weights is None:
+        row_weight = load_row_weight(self._adapted_settings())
+        if row_weight is None:
             return numbers
-        return weighted_by_length(
-            mini_batch,
-            numbers,
-            exponent=self.coefficients.length_lambda,
-            scale=algorithm.length_weights.scale,
-        )
+        of_rollout = row_weight.numbers(mini_batch.trained)
+        return with_rollout_numbers(mini_batch, numbers, of_rollout)
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:

@@ -4,8 +4,7 @@ optimizer and schedule, and each rank's random state.
 What a run's whole checkpoint consists of is in `run/checkpoints/checkpoints.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class TrainerState(SavedState):
         schedule: OptimizerParamScheduler,
         step: TrainStep,
     ) -> None:
-        """`step` has the coefficients, a reference that may move, and the critic, if
+        """`step` has the adapted settings, a reference that may move, and the critic, if
         there is one."""
         self._step = step
         self._moving_reference = (
@@ -71,12 +70,10 @@ class TrainerState(SavedState):
                 of_reference[name] = self._moving_reference.saved(sharded[name])
         state: Any = dist_checkpointing.load(sharded, path)
         self._policy.load(state)
-        if "coefficients" in state:
-            # A checkpoint of an earlier version lacks some: they stay what the settings
-            # say.
-            self._step.coefficients = replace(
-                self._step.coefficients, **state["coefficients"]
-            )
+        for name, saved in _adapted(state).items():
+            # A checkpoint may lack some, or have others: those stay as they start.
+            if name in self._step.adapted:
+                self._step.adapted[name] = {**self._step.adapted[name], **saved}
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
@@ -97,8 +94,23 @@ class TrainerState(SavedState):
                 state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(
                     state[name]
                 )
-        state["coefficients"] = asdict(self._step.coefficients)
+        state["adapted"] = dict(self._step.adapted)
         return state
+
+
+def _adapted(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, float]]:
+    """Return the state of the adaptations, also of a checkpoint of an earlier
+    version."""
+    former = state.get("coefficients")
+    if former is None:
+        return state.get("adapted", {})
+    entropy = former.get("entropy", 0.0)
+    acting = entropy if former.get("entropy_acts", True) else 0.0
+    return {
+        "AdaptiveKL": {"kl_coef": former["kl"]},
+        "AdaptiveEntropy": {"entropy_coef": acting, "entropy_coef_outside": entropy},
+        "LearnedExponent": {"length_lambda": former.get("length_lambda", 0.0)},
+    }
 
 
 def _has_reference(path: str) -> bool:

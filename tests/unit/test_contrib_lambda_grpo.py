@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_rows import row_of_turns
 
-from invrl.algorithms.length_weights import (
+from invrl.algorithms.axis_plugins import load_row_weight
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.contrib.lambda_grpo import (
+    LAMBDA_GRADIENT,
     LENGTH_SLOPE,
     LENGTH_WEIGHT,
+    LearnedExponent,
+    LengthWeight,
     largest_scale,
-    length_numbers,
     weights_of_group,
 )
 from invrl.types.batches import TrainedCounts, TrainSample
@@ -191,11 +195,8 @@ def test_length_of_a_rollout_is_over_all_its_rows() -> None:
         row("a", "a1", 50, is_trained=False),
         row("a", "a2", 45),
     ]
-    numbers = length_numbers(
-        TrainedCounts.of(samples),
-        exponent=2.0,
-        scale=0.3,
-    )
+    weight = LengthWeight(exponent=2.0, scale=0.3)
+    numbers = weight.numbers(TrainedCounts.of(samples))
     assert set(numbers) == {"a0", "a1", "a2", "b0"}
     weights = [
         numbers["a0"][LENGTH_WEIGHT],
@@ -217,17 +218,10 @@ def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
         rollout = f"{group}r{rng.integers(3)}"
         num_tokens = int(rng.integers(1, 30))
         samples.append(row(group, rollout, num_tokens))
-    numbers = length_numbers(
-        TrainedCounts.of(samples),
-        exponent=-1.5,
-        scale=0.4,
-    )
+    weight = LengthWeight(exponent=-1.5, scale=0.4)
+    numbers = weight.numbers(TrainedCounts.of(samples))
     permuted = [samples[place] for place in rng.permutation(12)]
-    numbers_of_permuted = length_numbers(
-        TrainedCounts.of(permuted),
-        exponent=-1.5,
-        scale=0.4,
-    )
+    numbers_of_permuted = weight.numbers(TrainedCounts.of(permuted))
     assert numbers_of_permuted.keys() == numbers.keys()
     for rollout_id, numbers_of_rollout in numbers.items():
         assert numbers_of_permuted[rollout_id] == pytest.approx(
@@ -235,3 +229,25 @@ def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
             rel=1e-12,
             abs=1e-15,
         )
+
+
+def test_exponent_follows_only_its_own_gradient() -> None:
+    config = AlgorithmConfig(
+        row_weight="invrl.contrib.lambda_grpo:LengthWeight",
+        plugin={"LengthWeight": {"exponent": 0.5, "scale": 0.2}},
+    )
+    learned = LearnedExponent(lr=0.1)
+    state = learned(learned.start(config), {LAMBDA_GRADIENT: 2.0})
+    assert state == {"length_lambda": pytest.approx(0.3)}
+    within = learned.within(config, {"length_lambda": 0.25})
+    assert within == config.with_plugin_table("LengthWeight", {"exponent": 0.25})
+    assert within.plugin.by_name == {"LengthWeight": {"exponent": 0.25, "scale": 0.2}}
+
+
+def test_learned_exponent_may_leave_the_bounds_of_the_setting() -> None:
+    """A run does not end because the loss drives it far."""
+    config = AlgorithmConfig(row_weight="invrl.contrib.lambda_grpo:LengthWeight")
+    within = LearnedExponent(lr=1.0).within(config, {"length_lambda": -123.0})
+    weight = load_row_weight(within)
+    assert isinstance(weight, LengthWeight)
+    assert weight.exponent == -123.0

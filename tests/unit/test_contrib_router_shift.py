@@ -29,8 +29,13 @@ from invrl.run.settings.config import resolve as resolve_settings
 from invrl.types.metrics import resolve
 
 FLOOR = 0.8
+ROUTER_SHIFT = "invrl.contrib.router_shift:RouterShift"
 RSPO = AlgorithmConfig(
-    router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=None
+    ratio_weight=ROUTER_SHIFT,
+    plugin={"RouterShift": {"floor": FLOOR}},
+    num_minibatches=2,
+    correction="none",
+    dual_clip=None,
 )
 
 
@@ -204,7 +209,7 @@ def test_router_weight_is_1_where_old_is_current() -> None:
 
 
 def test_missing_router_shift_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"router_shift_floor is 0\.8 but no shift"):
+    with pytest.raises(ValueError, match="no shift of the routers is known"):
         policy_loss(example_inputs(), RSPO)
 
 
@@ -222,7 +227,7 @@ def test_router_shift_is_needed_only_with_its_setting() -> None:
     [
         ("--old-logprobs engine", "under the old policy", "--old-logprobs recompute"),
         (
-            "--old-logprobs interpolated",
+            "--old-logprobs invrl.contrib.a3po:Interpolated",
             "under the old policy",
             "--old-logprobs recompute",
         ),
@@ -234,10 +239,10 @@ def test_router_shift_is_needed_only_with_its_setting() -> None:
 def test_settings_that_contradict_the_router_shift_are_refused(
     flags: str, reason: str, fix: str
 ) -> None:
-    given_flags = ["--router-shift-floor", "0.8", *flags.split()]
+    given_flags = ["--ratio-weight", ROUTER_SHIFT, *flags.split()]
     if "--num-minibatches" not in given_flags:
         given_flags += ["--num-minibatches", "2"]
-    with pytest.raises(ConfigError, match=r"router_shift_floor") as refusal:
+    with pytest.raises(ConfigError, match=r"ratio_weight") as refusal:
         resolve_settings(*parse_flags(given_flags))
     assert reason in str(refusal.value)
     assert fix in str(refusal.value)
@@ -249,8 +254,8 @@ def of_run(model: Path, *flags: str) -> Config:
             [
                 "--model-path",
                 str(model),
-                "--router-shift-floor",
-                "0.8",
+                "--ratio-weight",
+                ROUTER_SHIFT,
                 *flags,
                 "--num-minibatches=2",
             ]
@@ -264,7 +269,7 @@ def test_router_shift_of_a_dense_model_is_refused_before_any_process_starts(
     model = make_tiny_model(tmp_path / "dense")
     with pytest.raises(
         ConfigError,
-        match=r"(?s)router_shift_floor.*has no experts.*--router-shift-floor",
+        match=r"(?s)has no experts.*--ratio-weight",
     ):
         check_trainable(of_run(model))
 

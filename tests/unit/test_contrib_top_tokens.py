@@ -14,13 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig, DppoConfig, SimkoConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopTokens
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import needs_of
-from invrl.algorithms.surrogates import ON_TOP_TOKENS
+from invrl.contrib.dppo_topk import DPPODivergence
+from invrl.contrib.simko import SimKO
 from invrl.types.metrics import resolve
+from invrl.user_code.plugins import plugin_name
 
+TOTAL_VARIATION = "invrl.contrib.dppo_topk:DPPOTotalVariation"
+DIVERGENCE = "invrl.contrib.dppo_topk:DPPODivergence"
+SIMKO = "invrl.contrib.simko:SimKO"
+ON_TOP_TOKENS = (TOTAL_VARIATION, DIVERGENCE, SIMKO)
 VOCABULARY = 9
 STEP = 1e-6
 
@@ -86,7 +92,7 @@ def divergence_of(token: Token, *, name: str) -> float:
     for outcome in outcomes:
         q = sum(math.exp(token.rollout[token_id]) for token_id in outcome)
         p = sum(math.exp(token.current[token_id]) for token_id in outcome)
-        total += abs(q - p) / 2 if name == "dppo_tv_topk" else q * math.log(q / p)
+        total += abs(q - p) / 2 if name == TOTAL_VARIATION else q * math.log(q / p)
     return total
 
 
@@ -107,8 +113,10 @@ def reference_loss(
     has a gradient, by row, token, and -1 for the sampled one or the number of a
     candidate."""
     losses: list[float] = []
-    simko = config.simko or SimkoConfig()
-    dppo = config.dppo or DppoConfig()
+    tables = config.plugin.by_name
+    simko = SimKO.model_validate(tables.get("SimKO", {}))
+    dppo_table = tables.get(plugin_name(config.policy_loss), {})
+    threshold = dppo_table.get("threshold", DPPODivergence().threshold)
     for row_index, row in enumerate(rows):
         bound = quantile_of([token.entropy for token in row], simko.entropy_quantile)
         for t, token in enumerate(row):
@@ -117,10 +125,10 @@ def reference_loss(
             old = before[token.sampled]
             ratio = math.exp(still + moved.get((row_index, t, -1), 0.0) - old)
             a = token.advantage
-            if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
+            if config.policy_loss in (TOTAL_VARIATION, DIVERGENCE):
                 p = still
                 q = token.rollout[token.sampled]
-                is_far = divergence_of(token, name=config.policy_loss) > dppo.threshold
+                is_far = divergence_of(token, name=config.policy_loss) > threshold
                 masked = is_far and ((a > 0 and p > q) or (a < 0 and p < q))
                 losses.append(0.0 if masked else -ratio * a)
                 continue
@@ -218,15 +226,22 @@ def run(
     )
 
 
+thresholds = st.fixed_dictionaries({"threshold": st.sampled_from([0.02, 0.1, 0.2])})
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(ON_TOP_TOKENS),
-    dppo=st.builds(DppoConfig, threshold=st.sampled_from([0.02, 0.1, 0.2])),
-    simko=st.builds(
-        SimkoConfig,
-        alpha=st.sampled_from([0.0, 0.01, 0.3]),
-        top1_weight=st.sampled_from([1.1, 2.0]),
-        entropy_quantile=st.sampled_from([0.0, 0.5, 0.8]),
+    plugin=st.fixed_dictionaries(
+        {
+            "DPPOTotalVariation": thresholds,
+            "DPPODivergence": thresholds,
+            "SimKO": st.fixed_dictionaries(
+                {
+                    "alpha": st.sampled_from([0.0, 0.01, 0.3]),
+                    "top1_weight": st.sampled_from([1.1, 2.0]),
+                    "entropy_quantile": st.sampled_from([0.0, 0.5, 0.8]),
+                }
+            ),
+        }
     ),
     eps_clip_low=st.just(0.3),
     eps_clip_high=st.just(0.4),
@@ -301,13 +316,18 @@ def test_divergence_over_more_top_tokens_is_not_smaller(
     settings_of = {
         "correction": "none",
         "old_logprobs": "engine",
-        "dppo": {"threshold": 0.05},
     }
+    threshold = {"threshold": 0.05}
     binary = AlgorithmConfig.model_validate(
-        {**settings_of, "policy_loss": f"dppo_{name}"}
+        {**settings_of, "policy_loss": f"dppo_{name}", "dppo": threshold}
     )
+    path = {"tv": TOTAL_VARIATION, "kl": DIVERGENCE}[name]
     top_k = AlgorithmConfig.model_validate(
-        {**settings_of, "policy_loss": f"dppo_{name}_topk"}
+        {
+            **settings_of,
+            "policy_loss": path,
+            "plugin": {plugin_name(path): threshold},
+        }
     )
     _, binary_N, _ = run(inputs_of(rows, width), binary)
     _, top_k_N, _ = run(inputs_of(rows, width), top_k)
@@ -325,13 +345,13 @@ def test_divergence_over_the_whole_vocabulary_is_exact() -> None:
         [replace(token, candidates=list(range(VOCABULARY))) for token in row]
         for row in rows
     ]
-    for name in ("dppo_tv_topk", "dppo_kl_topk"):
+    for name in (TOTAL_VARIATION, DIVERGENCE):
         exact = [divergence_of(token, name=name) for token in full[0]]
         for bound in (min(exact), max(exact)):
             for shift in (0.999, 1.001):
                 config = AlgorithmConfig(
                     policy_loss=name,
-                    dppo={"threshold": bound * shift},
+                    plugin={plugin_name(name): {"threshold": bound * shift}},
                     correction="none",
                     old_logprobs="engine",
                 )
@@ -357,8 +377,8 @@ def test_simko_moves_a_share_of_the_gradient_and_no_loss_value() -> None:
     if token.entropy > flat.entropy:
         pytest.fail("a uniform distribution has the largest entropy")
     config = AlgorithmConfig(
-        policy_loss="simko",
-        simko={"alpha": 0.3},
+        policy_loss=SIMKO,
+        plugin={"SimKO": {"alpha": 0.3}},
         eps_clip_low=0.9,
         eps_clip_high=1e6,
         dual_clip=None,
