@@ -128,8 +128,15 @@ def test_one_word_of_many_is_no_likeness() -> None:
 def test_a_renamed_setting_is_refused_with_its_new_name(old: str, new: str) -> None:
     names = [setting.name for setting in SETTING_FLAGS]
     assert old not in names
-    assert nearest_setting(old, names) == f"it was renamed: write {new}"
+    fix = nearest_setting(old, names)
     flags = ["--" + name.replace("_", "-") for name in names]
-    assert nearest_setting("--" + old.replace("_", "-"), flags).endswith(
-        "--" + new.replace("_", "-")
-    )
+    fix_of_flag = nearest_setting("--" + old.replace("_", "-"), flags)
+    if new.startswith("plugin."):
+        _, plugin, *keys = new.split(".")
+        assert f":{plugin}" in fix, "what loads it"
+        assert all(key in fix and f"[plugin.{plugin}]" in fix for key in keys)
+        assert f":{plugin}" in fix_of_flag
+        assert all(fix_of_flag.endswith(key.replace("_", "-")) for key in keys)
+    else:
+        assert fix == f"it was renamed: write {new}"
+        assert fix_of_flag.endswith("--" + new.replace("_", "-"))
