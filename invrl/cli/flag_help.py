@@ -97,6 +97,11 @@ def flag_help(command: str = "train") -> str:
     lines += ["", "options of other packages (checked against the installed version):"]
     for package in used.packages:
         lines += _entry(f"--{package}-*", _PACKAGE_HELP[package])
+    if used.uses("plugin", ""):
+        lines += _entry(
+            "--plugin.NAME.SETTING",
+            "a setting of user code, by the name after its colon",
+        )
     return "\n".join(lines)
 
 

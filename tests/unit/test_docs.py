@@ -542,7 +542,7 @@ def test_every_flag_that_a_page_names_exists(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = known_flags(capsys) | FLAGS_OF_OTHERS
-    passed_on = tuple(f"--{package}-" for package in UPSTREAM)
+    passed_on = ("--plugin.", *(f"--{package}-" for package in UPSTREAM))
     for page in CURRENT_PAGES:
         for code in re.findall(r"`([^`]+)`", prose_of(page)):
             if "tests/" in code:

@@ -24,6 +24,7 @@ from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
 from invrl.run.settings.config import Config, resolve
+from invrl.types.metrics import resolve as resolve_metrics
 
 ENGINE = ("--old-logprobs", "engine")
 SIMKO = "invrl.contrib.simko:SimKO"
@@ -342,6 +343,11 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
 # -------------------------------------------------------- a policy loss of the user's
 
 LOSSES = """
+from pydantic import PositiveFloat
+from invrl.algorithms.surrogates import TokenLosses
+from invrl.errors import ConfigError
+from invrl.types.section import Section
+
 def good(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
     return -ratio_N * advantages_N
 
@@ -369,6 +375,17 @@ def not_a_number(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
 
 def slope_of_root(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
     return (advantages_N.abs() * ratio_N).sqrt()
+
+class SoftLoss(Section):
+    width: PositiveFloat = 0.4
+
+    def check(self, config):
+        if config.algorithm.ratio_level != "token":
+            raise ConfigError("algorithm.ratio_level", config.algorithm.ratio_level, "of tokens alone", "leave it out")
+
+    def __call__(self, of):
+        far_N = (of.ratio_N - 1).abs() > self.width
+        return TokenLosses(losses_N=-of.ratio_N * of.advantages_N * self.width, means={"far": far_N})
 
 def raises(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
     return ratio_N @ advantages_N[:-1]
@@ -450,3 +467,39 @@ def test_untrainable_policy_loss_is_refused_in_a_step(name: str) -> None:
         policy_loss(
             example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}")
         )
+
+
+@pytest.mark.usefixtures("here")
+def test_policy_loss_of_a_user_has_settings_and_metrics_of_its_own() -> None:
+    flags = ("--policy-loss", "losses_of_mine:SoftLoss", "--correction", "none")
+    config = from_flags(*flags, "--plugin.SoftLoss.width", "0.25")
+    run_check("algorithm functions", config)
+    plain = policy_loss(example_inputs(), from_flags(*flags).algorithm)
+    outputs = policy_loss(example_inputs(), config.algorithm)
+    assert outputs.loss.item() == pytest.approx(plain.loss.item() * 0.25 / 0.4)
+    assert 0.0 < resolve_metrics(outputs.metrics)["far"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--plugin.SoftLoss.widht 1", "has no setting 'widht'"),
+        ("--plugin.SoftLoss.width -1", "greater than 0"),
+        ("--plugin.Other.width 1", "no user code"),
+        (
+            "--plugin.SoftLoss.width 1 --ratio-level sequence --correction none",
+            "of tokens alone",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_wrong_settings_of_user_code_are_refused(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags("--policy-loss", "losses_of_mine:SoftLoss", *flags.split())
+    assert reason in caught.value.reason
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_for_a_function_without_any_are_refused() -> None:
+    with pytest.raises(ConfigError, match="it has no settings"):
+        from_flags("--policy-loss", "losses_of_mine:good", "--plugin.good.width", "1")

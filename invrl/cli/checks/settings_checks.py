@@ -137,7 +137,9 @@ def check_off_policy(config: Config) -> None:
         fix = "set --correction truncated (or --rejection), --old-logprobs engine, or --max-staleness 0"
         raise Doubt("algorithm.correction", algorithm.correction, reason, fix)
     if not staleness and needs_of(algorithm).staleness:
-        reason = "it reads how old each token is, and with max_staleness 0 none is"
+        reason = (
+            "with max_staleness 0 no token is old, and it reads how old each one is"
+        )
         fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
         raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
 
