@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         RowWeights,
         TokenWeights,
     )
-    from invrl.algorithms.surrogates import SurrogateInputs, TokenLosses
+    from invrl.algorithms.policy_loss.surrogates import SurrogateInputs, TokenLosses
     from invrl.run.settings.config import Config
 
 # ----------------------------------------------------------------- what users write
@@ -342,8 +342,8 @@ class ChecksSettings(Protocol):
 
 
 class Buffer(Protocol):
-    """The buffer as other processes hold it (`buffer/buffer_handle.py`). Its state
-    machine is `buffer/group_buffer.py`."""
+    """The buffer as other processes hold it (`buffer/process/buffer_handle.py`). Its state
+    machine is `buffer/groups/group_buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
         """Return work to run now; None while the staleness bound or the task source
@@ -451,7 +451,7 @@ class StagedWeights:
     `checksums_add_up`."""
     num_bytes: int
     checksums_add_up: bool = False
-    """The checksums are those of `weights/multilinear.py`: for engines of several
+    """The checksums are those of `weights/checksums/multilinear_checksum.py`: for engines of several
     ranks, and on a GPU."""
 
 

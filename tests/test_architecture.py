@@ -42,7 +42,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"host", "store", "weights", "algorithms", "families"},
     "buffer": {"host", "store", "algorithms"},
     "rollout": {"host", "store"},
-    "gateway": {"host", "store", "engines.sglang_client", "engines.routed_experts"},
+    "gateway": {
+        "host",
+        "store",
+        "engines.client.sglang_client",
+        "engines.client.routed_experts",
+    },
     "observe": {"host", "store", "buffer", "gateway.types"},
     "datasets": {
         "store",
@@ -55,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
     "observe",
-    "rollout.intervals",
+    "rollout.dispatch.intervals",
     "gateway.turns.forest",
     "gateway.turns.fork_changes",
 }
@@ -578,7 +583,7 @@ def test_our_own_clients_ask_no_proxy() -> None:
     faults = (
         f"{place(path, node.lineno)}: {ast.unparse(node.func)}"
         for path in SOURCES
-        if name_of(path) != "host.direct_connections"
+        if name_of(path) != "host.network.direct_connections"
         for node in nodes_of(path)
         if isinstance(node, ast.Call)
         for keywords in [{keyword.arg for keyword in node.keywords}]

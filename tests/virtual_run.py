@@ -17,14 +17,14 @@ from loop_parts import Notes, assemble_nothing, save_nothing, sync_at_once
 from small_buffer import failed, finished
 
 from invrl.buffer.config import Admission, BufferConfig, WhenStale
-from invrl.buffer.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_buffer import GroupBuffer
 from invrl.errors import DeadlineError
 from invrl.interfaces import StepResult
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.session_client import SessionClient
-from invrl.rollout.worker_actor import Assignment
-from invrl.rollout.worker_pool import WorkerPool
+from invrl.rollout.dispatch.dispatcher import Dispatcher
+from invrl.rollout.workers.session_client import SessionClient
+from invrl.rollout.workers.worker_actor import Assignment
+from invrl.rollout.workers.worker_pool import WorkerPool
 from invrl.run.loop.loop import Learner, Parts, run_loop
 from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.file_entry import FileEntries

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from invrl.algorithms.surrogates import SURROGATES, load_policy_loss
+from invrl.algorithms.policy_loss.surrogates import SURROGATES, load_policy_loss
 from invrl.errors import PluginError
 from invrl.interfaces import Adaptation, OldPolicy, RatioWeight, RowWeight
 from invrl.user_code.plugins import load_plugin, plugin_name

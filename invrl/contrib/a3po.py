@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from invrl.algorithms.objectives import STALENESS_COLUMN, Needs
+from invrl.algorithms.objectives.objectives import STALENESS_COLUMN, Needs
 from invrl.types.section import Section
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, PositiveFloat
 
-from invrl.algorithms.objectives import Needs
-from invrl.algorithms.surrogates import (
+from invrl.algorithms.objectives.objectives import Needs
+from invrl.algorithms.policy_loss.surrogates import (
     LEAST_PROBABILITY,
     SurrogateInputs,
     TokenLosses,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from invrl.algorithms.objectives import Needs
+from invrl.algorithms.objectives.objectives import Needs
 from invrl.errors import ConfigError
 from invrl.types.section import Section
 
@@ -28,7 +28,7 @@ class RouterShift(Section):
 
         weight = sg[ max(exp(-shift), floor) ]
 
-    The shift is that of `algorithms/router_shift.py`; sg stops the gradient: the routers
+    The shift is that of `algorithms/policy_loss/router_shift.py`; sg stops the gradient: the routers
     get none through it. The weight multiplies the ratio current/old of a token before
     it is clipped or averaged over a row. It is 1 where old is the current policy.
     """

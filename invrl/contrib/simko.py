@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, PositiveFloat
 
-from invrl.algorithms.objectives import Needs
-from invrl.algorithms.surrogates import SurrogateInputs, TokenLosses, clipped_losses
+from invrl.algorithms.objectives.objectives import Needs
+from invrl.algorithms.policy_loss.surrogates import (
+    SurrogateInputs,
+    TokenLosses,
+    clipped_losses,
+)
 from invrl.errors import ConfigError
 from invrl.types.section import Section
 

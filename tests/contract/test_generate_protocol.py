@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+)
 from numpy.typing import NDArray
 from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_client import (
-    EngineLimits,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
-    SglangClient,
-)
-from invrl.engines.version_spans import EngineSpan, VersionTracker
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.version_spans import EngineSpan, VersionTracker
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError, SessionError
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan

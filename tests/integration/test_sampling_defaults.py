@@ -11,11 +11,12 @@ from uuid import uuid4
 import aiohttp
 import numpy as np
 import pytest
+from invrl.engines.client.generation import GenerateRequest
 
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.fleet.fleet import Fleet
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
 
 pytestmark = pytest.mark.slow

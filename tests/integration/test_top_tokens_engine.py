@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from invrl.engines.client.generation import GenerateRequest
 from train_reference import Reference
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest
+from invrl.engines.fleet.fleet import Fleet
 from invrl.types.sessions import Sampling
 
 BOUND = 1e-3

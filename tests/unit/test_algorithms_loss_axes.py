@@ -26,7 +26,7 @@ from invrl.algorithms.config import (
     SapoConfig,
 )
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.contrib.lambda_grpo import LAMBDA_GRADIENT, LengthWeight, weights_of_group
 from invrl.types.metrics import merge, resolve
 
@@ -710,7 +710,7 @@ def expected_gradient(
 ) -> torch.Tensor:
     """The mean gradient of an estimator over all tokens, each as often as the policy
     samples it."""
-    from invrl.algorithms.kl import estimate
+    from invrl.algorithms.policy_loss.kl import estimate
 
     policy_V = logits_V.log_softmax(-1)
     terms_V = estimate(estimator, policy_V, reference_V, policy_V.detach())
@@ -748,7 +748,7 @@ def test_gradient_of_each_kl_estimator_equals_its_table(
 
 
 def test_sum_to_go_restarts_with_each_row() -> None:
-    from invrl.algorithms.kl import to_go
+    from invrl.algorithms.policy_loss.kl import to_go
 
     rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
     values_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])

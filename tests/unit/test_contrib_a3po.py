@@ -9,8 +9,8 @@ from loss_rows import tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, Rows
-from invrl.algorithms.objectives import needs_of
-from invrl.algorithms.old_policy import old_logprobs
+from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.policy_loss.old_policy import old_logprobs
 
 A3PO = AlgorithmConfig(old_logprobs="invrl.contrib.a3po:Interpolated")
 

@@ -16,8 +16,8 @@ from loss_rows import tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopTokens
-from invrl.algorithms.losses import policy_loss
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.contrib.dppo_topk import DPPODivergence
 from invrl.contrib.simko import SimKO
 from invrl.types.metrics import resolve

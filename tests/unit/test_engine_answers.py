@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from invrl.engines.client.generation import GenerateRequest, GenerationReader
 
-from invrl.engines.answer_check import AnswerCheck
-from invrl.engines.sglang_answers import (
+from invrl.engines.client.reply_check import ReplyCheck
+from invrl.engines.client.sglang_responses import (
     decode_drained,
     decode_event,
     decode_load,
@@ -19,7 +20,6 @@ from invrl.engines.sglang_answers import (
     decode_weight_version,
     events_of,
 )
-from invrl.engines.sglang_client import GenerateRequest, _GenerationReader
 from invrl.errors import ServerError, WrongAnswerError
 from invrl.types.sessions import Sampling
 
@@ -62,12 +62,12 @@ async def test_events_are_read_in_whatever_pieces_they_arrive(size: int) -> None
     ]
 
 
-def reader() -> _GenerationReader:
+def reader() -> GenerationReader:
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
     request = GenerateRequest(
         rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling
     )
-    check = AnswerCheck(
+    check = ReplyCheck(
         rid=request.rid,
         prompt_tokens=1,
         vocab_size=100,
@@ -75,7 +75,7 @@ def reader() -> _GenerationReader:
         top_logprobs=0,
         newest_version=None,
     )
-    return _GenerationReader(request, None, check)
+    return GenerationReader(request, None, check)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort"])

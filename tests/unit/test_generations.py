@@ -13,6 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from invrl.engines.client.generation import GenerateRequest
 from running_gateway import (
     ASK,
     MORE,
@@ -21,7 +22,7 @@ from running_gateway import (
     running,
 )
 
-from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import generation

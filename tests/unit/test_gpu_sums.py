@@ -12,17 +12,17 @@ import textwrap
 import pytest
 import torch
 
-from invrl.weights import checksums
-from invrl.weights.checksums import checksums_of, copy_all
-from invrl.weights.multilinear import checksums_of_wholes
+from invrl.weights.checksums import checksums
+from invrl.weights.checksums.checksums import checksums_of, copy_all
+from invrl.weights.checksums.multilinear_checksum import checksums_of_wholes
 
 
 def test_checksum_kernel_equals_the_cpu_checksum() -> None:
     program = """
         import torch
-        from invrl.weights import multilinear
-        from invrl.weights.gpu_sums import sums_on_gpu, tiles_of
-        from invrl.weights.tensor_slice import TensorSlice
+        from invrl.weights.checksums import multilinear_checksum
+        from invrl.weights.checksums.gpu_checksums import sums_on_gpu, tiles_of
+        from invrl.weights.tensors.tensor_slice import TensorSlice
 
         generator = torch.Generator().manual_seed(0)
         shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (20_000,), (150, 224)]
@@ -55,9 +55,9 @@ def test_checksum_kernel_equals_the_cpu_checksum() -> None:
 def test_tensors_hashed_again_are_read_again() -> None:
     program = """
         import torch
-        from invrl.weights import gpu_sums, multilinear
-        from invrl.weights.multilinear import SumsInPlace, checksums_of_slices, checksums_of_wholes
-        from invrl.weights.tensor_slice import TensorSlice
+        from invrl.weights.checksums import gpu_checksums, multilinear_checksum
+        from invrl.weights.checksums.multilinear_checksum import SumsInPlace, checksums_of_slices, checksums_of_wholes
+        from invrl.weights.tensors.tensor_slice import TensorSlice
 
         def check(tensors, *, times):
             calls.clear()

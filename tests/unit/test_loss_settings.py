@@ -11,15 +11,15 @@ from checks_by_name import run_check
 
 from invrl.algorithms.axis_plugins import load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import (
+from invrl.algorithms.objectives.example import (
     example_inputs,
     example_inputs_of,
     with_row_numbers,
 )
-from invrl.algorithms.losses import policy_loss
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.policy_loss.losses import policy_loss
+from invrl.algorithms.policy_loss.surrogates import SURROGATES
 from invrl.algorithms.presets import PRESETS
-from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
@@ -344,7 +344,7 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
 
 LOSSES = """
 from pydantic import PositiveFloat
-from invrl.algorithms.surrogates import TokenLosses
+from invrl.algorithms.policy_loss.surrogates import TokenLosses
 from invrl.errors import ConfigError
 from invrl.types.section import Section
 

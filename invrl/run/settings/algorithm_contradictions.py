@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from invrl.algorithms.axis_plugins import axis_plugins
 from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
-from invrl.algorithms.objectives import (
+from invrl.algorithms.objectives.objectives import (
     DISTILLATION,
     ON_FILES,
     ON_ROLLOUTS,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from invrl.errors import DiskFullError, TrainError
-from invrl.host.disk import is_full
+from invrl.host.files.disk import is_full
 
 Written = TypeVar("Written")
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
-from invrl.algorithms.objectives import (
+from invrl.algorithms.objectives.objectives import (
     STALENESS_COLUMN,
     TEACHER_COLUMN,
     Needs,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.objectives import coupling_of
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.objectives import coupling_of
+from invrl.algorithms.objectives.row_table import RowTable
 from invrl.errors import TrainError
 from invrl.interfaces import Objective
 from invrl.train.model.pipeline_schedule import SampleNumbers
