@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 from invrl.run.settings.config import Config, Source, resolve
 from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder

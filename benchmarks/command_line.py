@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from invrl.cli.main import exit_code_of
 from invrl.errors import ConfigError
 from invrl.families.registry import FAMILIES
-from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
-from invrl.host.environment_keys import hold_keys
-from invrl.host.utf8_mode import use_utf8
+from invrl.host.network.direct_connections import THIS_MACHINE, bypass_proxies
+from invrl.host.output.utf8_mode import use_utf8
+from invrl.host.processes.environment_keys import hold_keys
 from invrl.run.settings.config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder, check_model_folder
 

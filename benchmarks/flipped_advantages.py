@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms import surrogates
-from invrl.algorithms.advantages import ADVANTAGES
+from invrl.algorithms.advantages.advantages import ADVANTAGES
+from invrl.algorithms.policy_loss import surrogates
 
 if TYPE_CHECKING:
     from torch import Tensor

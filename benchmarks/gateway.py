@@ -51,9 +51,9 @@ from benchmarks.gateway_load.load import (
 from benchmarks.gateway_load.rig import Rig
 from benchmarks.ratios import Speeds
 from benchmarks.record import RESULTS, add_options, keep
-from invrl.engines.sglang_client import EngineLimits
+from invrl.engines.client.sglang_client import EngineLimits
 from invrl.errors import ServerError
-from invrl.host.environment_keys import hold_keys
+from invrl.host.processes.environment_keys import hold_keys
 
 PARTS = ("streams", "latency", "saturated", "hold")
 TARGETS = {

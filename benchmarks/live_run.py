@@ -141,6 +141,6 @@ def role_of(command: Sequence[str]) -> str:
             return "ray" if role in _OF_RAY else role
     if "sglang::" in line:
         return "engine"
-    if "invrl.host.guardian" in line:
+    if "invrl.host.processes.guardian" in line:
         return "guardian"
     return "ray" if "ray" in line else "other"

@@ -24,8 +24,8 @@ from benchmarks import ROOT
 from benchmarks.ratios import TARGETS, Speeds
 from benchmarks.record import RESULTS, add_options, keep
 from invrl.cli.flags import parse_flags
-from invrl.host.environment_keys import hold_keys
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.processes.environment_keys import hold_keys
+from invrl.host.ray.ray_setup import prepare_ray
 from invrl.run.settings.config import resolve
 from invrl.run.settings.folder import make_run_folder
 from invrl.store.batch_file import save_batch

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.ratios import Change, Entry, Part, append_history, read_history
 from invrl import __version__
 from invrl.cli.command import CommandFailed
-from invrl.engines.engine_server import count_gpus
-from invrl.host.disk import write_atomically
+from invrl.engines.launch.engine_server import count_gpus
+from invrl.host.files.disk import write_atomically
 from invrl.run.processes.driver_commands import FAILURE_EXIT
 
 

@@ -21,10 +21,10 @@ import aiohttp
 import numpy as np
 
 from benchmarks.ratios import Speeds
-from invrl.algorithms.advantages import configured_advantage
-from invrl.buffer.training_samples import build_batch
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.rollout.session_client import SessionClient
+from invrl.algorithms.advantages.advantages import configured_advantage
+from invrl.buffer.samples.training_samples import build_batch
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.cluster import Cluster, start_cluster
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder

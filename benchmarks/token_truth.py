@@ -43,10 +43,10 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     from torch_trainer import TorchSender
 
     from invrl.engines.config import EngineConfig
-    from invrl.engines.fleet import Fleet
+    from invrl.engines.fleet.fleet import Fleet
     from invrl.types.weights import WeightVersion
-    from invrl.weights.canary import CanaryBound
-    from invrl.weights.transaction import WeightTransaction
+    from invrl.weights.update.canary import CanaryBound
+    from invrl.weights.update.transaction import WeightTransaction
 
     model = make_tiny_model(folder / "model", kv_heads=4)
     fleet = Fleet(

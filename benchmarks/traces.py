@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from invrl.host.traces import SpanPlace, Traces, child_span, current_traceparent
+from invrl.host.output.traces import SpanPlace, Traces, child_span, current_traceparent
 
 ENGINE_SPANS = 10
 REPEATS = 5

@@ -35,7 +35,7 @@ from benchmarks.training.trainer import (
     measure_trainer,
 )
 from invrl.cli.arguments import read_options
-from invrl.engines.engine_server import count_gpus
+from invrl.engines.launch.engine_server import count_gpus
 
 _DEFAULTS = {
     "--model-path": "",

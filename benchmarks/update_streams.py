@@ -29,9 +29,9 @@ from tiny_model import make_tiny_model
 
 from benchmarks import ROOT
 from benchmarks.record import RESULTS
-from invrl.host.ports import free_port
+from invrl.host.network.ports import free_port
 from invrl.interfaces import Endpoint
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.sessions import Sampling, Session
 from invrl.types.tasks import Task

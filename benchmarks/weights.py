@@ -38,7 +38,7 @@ from benchmarks.weight_updates.weight_settings import (
     WeightBenchSettings,
 )
 from invrl.cli.arguments import split_options, unknown_flag
-from invrl.engines.engine_server import count_gpus
+from invrl.engines.launch.engine_server import count_gpus
 from invrl.errors import ConfigError
 from invrl.run.loop.weight_updater import canary_prompts
 

@@ -256,8 +256,8 @@ class Objective(Protocol):
 
 
 class Buffer(Protocol):
-    """The buffer as other processes hold it (`buffer/buffer_handle.py`). Its state
-    machine is `buffer/group_buffer.py`."""
+    """The buffer as other processes hold it (`buffer/process/buffer_handle.py`). Its state
+    machine is `buffer/groups/group_buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
         """Return work to run now; None while the staleness bound or the task source
@@ -365,7 +365,7 @@ class StagedWeights:
     `checksums_add_up`."""
     num_bytes: int
     checksums_add_up: bool = False
-    """The checksums are those of `weights/multilinear.py`: for engines of several
+    """The checksums are those of `weights/checksums/multilinear_checksum.py`: for engines of several
     ranks, and on a GPU."""
 
 

@@ -7,7 +7,7 @@ them when the command ends or the caller is gone: after success, failure, Ctrl-C
 SIGTERM, and kill -9 of this program or of the shell that started it.
 
 The launch scripts call this before anything is installed, so it uses only the standard
-library, and `invrl/host/descendants.py` from the same checkout.
+library, and `invrl/host/processes/descendants.py` from the same checkout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from invrl.host.descendants import (
+from invrl.host.processes.descendants import (
     adopt_orphans,
     collect_ended_children,
     die_with_parent,

@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, Phase, settings
 from left_behind import LeftBehind
 from tiny_model import make_tiny_model
 
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_server import ENGINE_MODULE
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterAddress, RouterServer
-from invrl.engines.sglang_client import SglangClient
-from invrl.engines.smg import Smg, find_smg
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_server import ENGINE_MODULE
+from invrl.engines.router.router_server import RouterAddress, RouterServer
+from invrl.engines.router.smg import Smg, find_smg
 from invrl.errors import ConfigError
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from invrl.rollout.dispatcher import Dispatcher
+from invrl.rollout.dispatch.dispatcher import Dispatcher
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.sessions import Sampling, Session
 from invrl.types.tasks import Task

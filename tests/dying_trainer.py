@@ -29,7 +29,7 @@ from weight_faults import (
     settings_of,
 )
 
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.interfaces import WeightLayout
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from invrl.errors import ActorDiedError, ActorSilentError
-from invrl.rollout.worker_actor import Assignment, WorkerReply
-from invrl.rollout.worker_pool import WorkerPool
+from invrl.rollout.workers.worker_actor import Assignment, WorkerReply
+from invrl.rollout.workers.worker_pool import WorkerPool
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout
 from invrl.types.sessions import Sampling, Session

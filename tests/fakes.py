@@ -21,7 +21,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from invrl.engines.experts_by_label import EXPERTS_LABEL
+from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
 
 Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or

@@ -12,11 +12,11 @@ import uvicorn
 from fakes import FakeEngine
 from running_gateway import ENV_KEY, Running, eventually
 
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.http.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.routes.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 
 _GRACE_S = 30.0
 """For processes that end by themselves once their parent has, such as guardians, which

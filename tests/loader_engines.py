@@ -11,11 +11,11 @@ from typing import Literal, cast
 
 import torch
 
-from invrl.engines.sglang_client import SglangClient
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.client.sglang_client import SglangClient
+from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.types.weights import TensorSpec
-from invrl.weights import in_engine
 from invrl.weights.config import ArenaWeights
+from invrl.weights.loader import weight_loader
 
 LAYOUT = (
     TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
@@ -33,17 +33,17 @@ class LoaderEngine:
         self._model = types.SimpleNamespace(
             named_parameters=lambda: self.parameters.items(), modules=lambda: ()
         )
-        self.requests: list[in_engine.LoaderRequest] = []
+        self.requests: list[weight_loader.LoaderRequest] = []
 
     async def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str, deadline_s: float
     ) -> None:
         named_tensors = pickle.loads(base64.b64decode(payloads[0]))
-        request = in_engine.msgspec.json.decode(
-            named_tensors[0][0], type=in_engine.LoaderRequest
+        request = weight_loader.msgspec.json.decode(
+            named_tensors[0][0], type=weight_loader.LoaderRequest
         )
         self.requests.append(request)
-        in_engine.run(self._model, named_tensors)  # type: ignore[arg-type]
+        weight_loader.run(self._model, named_tensors)  # type: ignore[arg-type]
 
     @property
     def loads(self) -> list[bool]:
@@ -138,7 +138,7 @@ class SlicedEngine:
                 named_parameters=parameters.items,
                 modules=lambda layer=layer: [object(), layer],
             )
-            in_engine.run(model, pickle.loads(base64.b64decode(payload)))  # type: ignore[arg-type]
+            weight_loader.run(model, pickle.loads(base64.b64decode(payload)))  # type: ignore[arg-type]
 
 
 def sliced_values(seed: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import ray
 
-from invrl.host.temporary_folder import short_folder
+from invrl.host.files.temporary_folder import short_folder
 
 
 @contextmanager

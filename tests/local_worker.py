@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from invrl.rollout.config import RolloutConfig, WorkersConfig
-from invrl.rollout.runner import Runner
-from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+from invrl.rollout.workers.runner import Runner
+from invrl.rollout.workers.worker_actor import RolloutWorker, WorkerSettings
 
 
 def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:

@@ -14,10 +14,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from invrl.engines import engine_launcher, fleet_router
-from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet import fleet as fleet_module
+from invrl.engines.fleet import fleet_router
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch import engine_launcher
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import TensorSpec, WeightVersion

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import LedgerStore
-from invrl.buffer.open_group import RolloutState
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.ledger_store import LedgerStore
+from invrl.buffer.ledger.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt
 from invrl.run.settings.config import Source, resolve

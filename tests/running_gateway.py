@@ -15,13 +15,13 @@ import openai
 import uvicorn
 from fakes import FakeEngine, random_reply
 
-from invrl.engines.routed_experts import ExpertsShape
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.routed_experts import ExpertsShape
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import LimitedHttpProtocol
+from invrl.gateway.rendering.replies.parsers import Parsers
+from invrl.gateway.server.http.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.routes.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter

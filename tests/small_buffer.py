@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import msgspec
 
-from invrl.buffer.buffer_actor import BufferActor, Outcome
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import GROUP_FILTERS
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import GROUP_FILTERS
+from invrl.buffer.groups.snapshot import BufferSnapshot
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.process.buffer_actor import BufferActor, Outcome
 from invrl.interfaces import GroupFilter
 from invrl.rollout.config import RolloutConfig
 from invrl.types.leases import GroupLease, Place
@@ -191,7 +191,7 @@ async def running_buffer(
     outbox: Outbox, *, batch: int = 2, tasks=endless
 ) -> AsyncIterator[BufferActor]:
     stores = {name: lambda path, **_: outbox for name in ("RunStore", "LedgerStore")}
-    with patch.multiple("invrl.buffer.buffer_actor", **stores):
+    with patch.multiple("invrl.buffer.process.buffer_actor", **stores):
         actor = BufferActor(
             BufferConfig(),
             RolloutConfig(

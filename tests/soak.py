@@ -32,8 +32,12 @@ from pathlib import Path
 
 import psutil
 
-from invrl.buffer.ledger_store import check_lineage, read_incarnations, read_ledger
-from invrl.buffer.open_group import RolloutState
+from invrl.buffer.ledger.ledger_store import (
+    check_lineage,
+    read_incarnations,
+    read_ledger,
+)
+from invrl.buffer.ledger.open_group import RolloutState
 from invrl.cli.arguments import split_options
 from invrl.cli.main import exit_code_of
 from invrl.cli.run_process import checked_configuration, log_to_folder
@@ -44,7 +48,7 @@ from invrl.errors import (
     InvrlError,
     ServerError,
 )
-from invrl.host.environment_keys import held_keys, hold_keys
+from invrl.host.processes.environment_keys import held_keys, hold_keys
 from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
@@ -56,10 +60,10 @@ ROLES = {
     "trainer": "ray::TrainActor",
     "buffer": "ray::BufferActor",
     "worker": "ray::RolloutWorker",
-    "gateway": "-m invrl.gateway.server.gateway_server",
-    "router": "invrl.engines.launch_router",
-    "engine": "-m invrl.engines.launch_sglang",
-    "fork parent": "invrl.host.fork_parent",
+    "gateway": "-m invrl.gateway.server.processes.gateway_server",
+    "router": "invrl.engines.router.launch_router",
+    "engine": "-m invrl.engines.inside_sglang.launch_sglang",
+    "fork parent": "invrl.host.processes.fork_parent",
     "raylet": "src/ray/raylet/raylet",
     "gcs": "src/ray/gcs/gcs_server",
 }

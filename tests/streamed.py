@@ -7,7 +7,11 @@ from collections.abc import AsyncIterable, Callable
 import msgspec
 import numpy as np
 
-from invrl.engines.sglang_client import GenerateChunk, GenerateEnd, GenerateResult
+from invrl.engines.client.sglang_client import (
+    GenerateChunk,
+    GenerateEnd,
+    GenerateResult,
+)
 
 
 async def collect(

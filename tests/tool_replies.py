@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from running_gateway import Running
 
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.replies.parsers import Parsers
 
 END = 2
 PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")

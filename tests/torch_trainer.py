@@ -15,10 +15,10 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.arena import ArenaWriter
-from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.buckets import BucketSender
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.arena import ArenaWriter
+from invrl.weights.transports.broadcaster import Broadcaster
+from invrl.weights.transports.buckets import BucketSender
 
 Tensors = dict[str, torch.Tensor]
 

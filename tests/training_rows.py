@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from invrl.algorithms.advantages import dr_grpo, grpo
-from invrl.buffer.training_samples import build_batch
+from invrl.algorithms.advantages.advantages import dr_grpo, grpo
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.types.batches import TakenBatch, TrainSample
 from invrl.types.groups import Group
 from invrl.types.rollouts import Rollout, RolloutSummary

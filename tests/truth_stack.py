@@ -19,11 +19,11 @@ from engine_tap import EngineTap
 from scripted_engine import ScriptedEngine, TextScript
 from token_truth import Reference, Sent, Verdict, judge, stored_turns
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterServer
-from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.router.router_server import RouterServer
+from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.ports import free_port
+from invrl.host.network.ports import free_port
 
 ENV_KEY = "env-0123456789abcdef"
 MODEL_NAME = "scripted"

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from invrl.engines.weight_receiver import (
+from invrl.engines.client.weight_receiver import (
     ArenaReceiver,
     BroadcastReceiver,
     DeltaReceiver,
@@ -38,16 +38,16 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
-from invrl.weights.arena import ArenaHandle, ArenaWriter
-from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup
-from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.canary import CanaryBound
 from invrl.weights.config import ArenaWeights
-from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
-from invrl.weights.tensor_spec import checksum
-from invrl.weights.transaction import WeightTransaction, load_alone
-from invrl.weights.weight_folder import WEIGHTS_NAME
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
+from invrl.weights.transports.broadcast import BUCKET_BYTES, WeightGroup
+from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.transports.broadcaster import Broadcaster
+from invrl.weights.transports.delta_folder import DELTA_NAME, DeltaHandle
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction, load_alone
 
 Transport = Literal["arena copy", "arena alias", "disk", "delta", "collective"]
 Holds = Literal["old", "new"]

@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from invrl.errors import ServerError
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.store.run_store import RunStore
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason

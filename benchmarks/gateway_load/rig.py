@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 
 from benchmarks import ROOT
-from invrl.engines.router_server import RouterServer
-from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.engines.router.router_server import RouterServer
+from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.ports import free_port
-from invrl.host.process import ServerProcess
+from invrl.host.network.ports import free_port
+from invrl.host.processes.process import ServerProcess
 
 
 class _UncapturedGateway(GatewayServer):

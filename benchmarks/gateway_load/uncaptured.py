@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from invrl.gateway.server import gateway_server
+from invrl.gateway.server.processes import gateway_server
 from invrl.store import run_store_writer
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.train.config import TrainConfig
 from invrl.train.runtime import device
 from invrl.types.batches import TrainBatch

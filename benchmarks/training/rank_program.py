@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from benchmarks.training.workloads import make_batch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.families.hf_config import read_hf_config
-from invrl.host.rendezvous import listen
+from invrl.host.network.rendezvous import listen
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.rank_settings import RankSettings

@@ -27,8 +27,8 @@ from benchmarks.training.hugging_face_step import (
 from benchmarks.training.workloads import WORKLOADS, make_batch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.families.hf_config import read_hf_config
-from invrl.host.process import random_key
-from invrl.host.rendezvous import listen
+from invrl.host.network.rendezvous import listen
+from invrl.host.processes.process import random_key
 from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from benchmarks.ratios import Part, Speeds
 from invrl.errors import ConfigError, DeadlineError, TrainError
 from invrl.families.hf_config import read_hf_config
-from invrl.host.descendants import die_with_parent
-from invrl.host.process import random_key
+from invrl.host.processes.descendants import die_with_parent
+from invrl.host.processes.process import random_key
 from invrl.train.config import TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
 

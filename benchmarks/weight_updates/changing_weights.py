@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.arena import ArenaWriter
-from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.checksums import checksums_of, whole_hash
-from invrl.weights.tensor_spec import spec_of
+from invrl.weights.checksums.checksums import checksums_of, whole_hash
+from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.transports.arena import ArenaWriter
+from invrl.weights.transports.broadcaster import Broadcaster
 
 _FACTORS = (1.03, 0.98, 0.99)
 """What the weights are multiplied with, in turns. Each changes every bfloat16 but 0, no

@@ -1,8 +1,8 @@
 """`python -m benchmarks.weight_updates.loader_program PORT LAYOUT_FILE DEVICE`: an
 engine's weight loader without SGLang.
 
-An HTTP server that answers the control requests of `engines/sglang_client.py`. It runs
-the weight loader (`weights/in_engine.py`) on a torch module that has an engine's fused
+An HTTP server that answers the control requests of `engines/client/sglang_client.py`. It runs
+the weight loader (`weights/loader/weight_loader.py`) on a torch module that has an engine's fused
 parameters, and computes nothing else. Requests need the key in `KEY_VARIABLE`, because
 a request for an update is unpickled, as SGLang does it.
 """
@@ -18,10 +18,10 @@ import msgspec
 import torch
 from aiohttp import web
 
-from invrl.engines.update_routes import NAME_PATH
+from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
-from invrl.weights.in_engine import run
+from invrl.weights.loader.weight_loader import run
 
 KEY_VARIABLE = "INVRL_LOADER_KEY"
 _LARGEST_REQUEST = 1 << 30

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.weight_updates.loader_program import KEY_VARIABLE
-from invrl.engines.sglang_client import EngineLimits, SglangClient
-from invrl.host.fork_parent import ForkParent
-from invrl.host.ports import ReservedPort
-from invrl.host.process import PYTHON_MODULE, ServerProcess, random_key
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
+from invrl.host.network.ports import ReservedPort
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.host.processes.process import PYTHON_MODULE, ServerProcess, random_key
 from invrl.interfaces import WeightLayout
 
 LOADER_MODULE = "benchmarks.weight_updates.loader_program"

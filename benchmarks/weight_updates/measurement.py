@@ -40,10 +40,10 @@ from benchmarks.weight_updates.weight_updates import (
     measure_idle,
     measure_in_flight,
 )
+from invrl.engines.client.sglang_client import SglangClient
+from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import SglangClient
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.fleet.fleet import Fleet
 from invrl.errors import InvrlError
 from invrl.weights.config import ArenaWeights
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from invrl.host.rendezvous import join_store
+from invrl.host.network.rendezvous import join_store
 
 
 def _main(port: int, num_bytes: int, count: int, deadline_s: float) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from invrl.host.process import ServerProcess
-from invrl.host.rendezvous import interface_towards, listen, serve_store
+from invrl.host.network.rendezvous import interface_towards, listen, serve_store
+from invrl.host.processes.process import ServerProcess
 
 _HOST = "127.0.0.1"
 

@@ -7,7 +7,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, SglangClient
+from invrl.engines.client.sglang_client import (
+    GenerateChunk,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.errors import DeadlineError, InvrlError
 from invrl.types.sessions import Sampling
 

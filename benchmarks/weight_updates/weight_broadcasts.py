@@ -24,9 +24,9 @@ from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.raw_broadcasts import RawBroadcasts
 from benchmarks.weight_updates.weight_settings import BROADCAST, WeightBenchSettings
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, summary_of
-from invrl.engines.weight_receiver import BroadcastReceiver
-from invrl.weights.broadcast_loads import BroadcastLoads
+from invrl.engines.client.weight_receiver import BroadcastReceiver
 from invrl.weights.config import CollectiveWeights
+from invrl.weights.transports.broadcast_loads import BroadcastLoads
 
 _START_S = 300.0
 

@@ -1,7 +1,7 @@
 """Updates of one engine's weights, timed beside copies of as many bytes, with and
 without requests in flight.
 
-An update is the transaction of a run (`weights/transaction.py`) over the arena.
+An update is the transaction of a run (`weights/update/transaction.py`) over the arena.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from benchmarks.weight_updates.token_times import (
     longest_silence,
 )
 from benchmarks.weight_updates.weight_settings import IN_FLIGHT_MODE
-from invrl.engines.sglang_client import SglangClient
-from invrl.engines.weight_receiver import EngineReceiver
+from invrl.engines.client.sglang_client import SglangClient
+from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
 from invrl.types.weights import WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import Load, WeightTransaction, load_alone
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import Load, WeightTransaction, load_alone
 
 _WARM_UP_UPDATES = 2
 """The first write into each slot of the arena faults its memory in."""

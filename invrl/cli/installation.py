@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from invrl.engines import smg
+from invrl.engines.router import smg
 from invrl.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]

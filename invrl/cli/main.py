@@ -13,9 +13,9 @@ from functools import partial
 from invrl import __version__
 from invrl.cli.command import Command, CommandFailed
 from invrl.errors import ConfigError, DamagedFileError
-from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
-from invrl.host.environment_keys import hold_keys
-from invrl.host.utf8_mode import use_utf8
+from invrl.host.network.direct_connections import THIS_MACHINE, bypass_proxies
+from invrl.host.output.utf8_mode import use_utf8
+from invrl.host.processes.environment_keys import hold_keys
 from invrl.run.processes.driver_commands import (
     EVALUATION_COMMAND,
     FAILURE_EXIT,
@@ -239,7 +239,7 @@ def _print_bad_input(error: ConfigError) -> None:
 def _tell_supervisor(exit_code: int) -> None:
     """Tell a driver's supervisor to expect no more heartbeats: the end of the
     interpreter may take long."""
-    from invrl.host import lifeline
+    from invrl.host.processes import lifeline
 
     lifeline.tell(lifeline.NoteKind.ENDING, str(exit_code))
 

@@ -13,12 +13,12 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
 from invrl.cli.headline import headline
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
-from invrl.host import fork_parent, interrupts, lifeline
-from invrl.host.lifeline import NoteKind
-from invrl.host.log_lines import write_log_lines
-from invrl.host.printable import printable
-from invrl.host.private_file import make_private
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.files.private_file import make_private
+from invrl.host.output.log_lines import write_log_lines
+from invrl.host.output.printable import printable
+from invrl.host.processes import fork_parent, interrupts, lifeline
+from invrl.host.processes.lifeline import NoteKind
+from invrl.host.ray.ray_setup import prepare_ray
 from invrl.run.processes.driver_commands import FAILURE_EXIT
 from invrl.run.settings.config import Config, resolve
 from invrl.run.settings.model_of_run import with_models_of_runs
@@ -32,7 +32,7 @@ def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
     sources = parse_flags(arguments, command=command)
     config = resolve(*sources, settings_of(command).source())
     if command == "eval":
-        from invrl.rollout.tasks import held_out_only
+        from invrl.rollout.tasks.tasks import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     if command == "train":

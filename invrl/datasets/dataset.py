@@ -116,7 +116,7 @@ class Dataset:
 
     def _lacks_another(self, samples: list[TrainSample]) -> bool:
         """Whether this is the only labelled row of a batch: kto compares each row with
-        another one (`algorithms/mismatched_rows.py`)."""
+        another one (`algorithms/objectives/mismatched_rows.py`)."""
         return self.tokenizer.kind == "labels" and len(samples) == 1
 
     def check_tokens(self) -> str:

@@ -3,7 +3,7 @@ computed, who serves it.
 
 All family-specific parts of invrl read it from here: the trainer
 (`train/model/policy_model.py`, `train/weights/conversion.py`), the engine
-(`engines/sglang_models`, `weights/in_engine.py`), `invrl doctor` and `invrl
+(`engines/sglang_models`, `weights/loader/weight_loader.py`), `invrl doctor` and `invrl
 prepare-model`.
 """
 

@@ -27,7 +27,7 @@ from invrl.gateway.keys import (
     unauthorized,
 )
 from invrl.gateway.session_record import LastHeard, SessionRecord
-from invrl.host.lived_time import LivedTime
+from invrl.host.processes.lived_time import LivedTime
 from invrl.store.rows import RewardDeadline, SessionState
 from invrl.types.extra_columns import ExtraNumbers
 from invrl.types.fields import field_values

@@ -42,7 +42,7 @@ A process that hangs is found by its silence, which is measured by
 `lived_time.Stopwatch`: a driver's in its `lifeline.py`, Ray's own processes' by
 `ray_watch.py`, an actor's by `actor_heartbeat.py`, a gateway process's in the gateway's
 `heartbeat_page.py`. Engines and the router, which are not our code, are polled over
-HTTP (`engines/engine_health.py`).
+HTTP (`engines/fleet/engine_health.py`).
 
 The guardian cannot use `descendants.py`: it must outlive the process that it watches,
 so it is not an ancestor that could adopt orphans. The watched process cannot adopt them

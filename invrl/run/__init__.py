@@ -19,8 +19,8 @@ Where to look:
                                       in cli/commands/
     resume                            checkpoints/resume.py
     when the driver dies              processes/supervisor.py
-    when an engine dies               loop/weight_updater.py, and engines/fleet.py
-    the order of a weight update      weights/transaction.py; loop/weight_updater.py runs it
+    when an engine dies               loop/weight_updater.py, and engines/fleet/fleet.py
+    the order of a weight update      weights/update/transaction.py; loop/weight_updater.py runs it
     evaluation                        loop/held_out.py (in training),
                                       cli/commands/evaluate.py (`invrl eval`)
     failed rollouts on the console    loop/failed_rollouts.py

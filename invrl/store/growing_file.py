@@ -8,8 +8,8 @@ import os
 from collections import deque
 from pathlib import Path
 
-from invrl.host.disk import is_full
-from invrl.host.disk_waits import DiskWait
+from invrl.host.files.disk import is_full
+from invrl.host.files.disk_waits import DiskWait
 
 _MOST_WAITING_BYTES = 64_000_000
 """Beyond this the oldest waiting records are lost."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from invrl.errors import DamagedFileError, RunStoreError
-from invrl.host.private_file import open_private
+from invrl.host.files.private_file import open_private
 from invrl.store.schema import ADDED_TABLES, check_version
 
 _NO_STORE = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from invrl.errors import ConfigError
-from invrl.host.disk import write_atomically
+from invrl.host.files.disk import write_atomically
 from invrl.store.metrics_file import MetricsRow, read_metrics
 from invrl.store.timeline_file import TIMELINE_NAME
 from invrl.store.tokenizer_folder import TOKENIZER_NAME
@@ -233,7 +233,7 @@ class RunFolder:
     @property
     def printed_by_agents(self) -> str:
         """Files with the output of user code in the rollout workers
-        (`rollout/worker_log.py`)."""
+        (`rollout/workers/worker_log.py`)."""
         return f"{self.logs_path}/rollout-worker-*.log"
 
     def log_path(self, process: str) -> Path:

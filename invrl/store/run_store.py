@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import DamagedFileError
-from invrl.host.traces import SpanPlace
+from invrl.host.output.traces import SpanPlace
 from invrl.store.row_checksums import (
     checksum_of,
     delivered_item,

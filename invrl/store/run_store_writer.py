@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from invrl.errors import DiskFullError
-from invrl.host.disk import full_disk, is_full
-from invrl.host.traces import SpanPlace
+from invrl.host.files.disk import full_disk, is_full
+from invrl.host.output.traces import SpanPlace
 from invrl.store.row_checksums import (
     ADD_CHECKSUM,
     checksum_of,

@@ -10,7 +10,7 @@ import sqlite3
 from pathlib import Path
 
 from invrl.errors import DamagedFileError
-from invrl.host.private_file import make_private, restrict
+from invrl.host.files.private_file import make_private, restrict
 
 HEARTBEAT_TIMEOUT_S = 30.0
 """Default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""

@@ -4,7 +4,7 @@ build them."""
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.host.log_lines import LogSettings
+from invrl.host.output.log_lines import LogSettings
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.weights.config import AnyWeights, ArenaWeights

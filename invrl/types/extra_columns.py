@@ -4,7 +4,7 @@ them once, by name and level.
 
 Invariant: a declared name can be a column of a training sample next to those that invrl
 computes itself. The gateway checks numbers against the declaration where they arrive
-(`gateway/sessions/number_checks.py`), and `buffer/training_samples.py` makes them
+(`gateway/sessions/number_checks.py`), and `buffer/samples/training_samples.py` makes them
 columns and numbers of samples.
 """
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from invrl.buffer.ledger_store import KeptEntry, ledger_in
+from invrl.buffer.ledger.ledger_store import KeptEntry, ledger_in
 from invrl.errors import RunStoreError
 from invrl.gateway.types import ADVICE, ForkReason, Message
 from invrl.store.rows import StoredSession

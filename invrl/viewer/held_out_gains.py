@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from invrl.rollout.intervals import EXACT_REWARD, bootstrap_interval
+from invrl.rollout.dispatch.intervals import EXACT_REWARD, bootstrap_interval
 
 Rewards = Mapping[tuple[str, str], Mapping[str, Sequence[float | None]]]
 """Rewards of the samples, by task and name of the evaluation, then by step."""

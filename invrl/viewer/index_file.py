@@ -8,7 +8,7 @@ version of the viewer, or of an earlier run at the same path, is removed.
 import sqlite3
 from pathlib import Path
 
-from invrl.host.private_file import make_private
+from invrl.host.files.private_file import make_private
 
 INDEX_VERSION = 1
 """Raised with every change of the tables or their content."""

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
+from invrl.buffer.ledger.ledger_store import first_lost_sequences, incarnations_in
 from invrl.types.reasons import DropReason
 from invrl.viewer.index_file import meta_number, set_meta
 

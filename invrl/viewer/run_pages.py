@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from invrl.buffer.ledger_store import (
+from invrl.buffer.ledger.ledger_store import (
     Incarnation,
     check_lineage,
     first_lost_sequences,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
-from invrl.host.cache_folder import folder_of_run
-from invrl.host.private_file import open_private
+from invrl.host.files.cache_folder import folder_of_run
+from invrl.host.files.private_file import open_private
 from invrl.observe.status.run_files import RunFiles, Settings
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder

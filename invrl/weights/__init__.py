@@ -6,17 +6,17 @@ May import `host`. Start with `transaction.py`.
 A transport has two ends, chosen by `--weights.transport`:
 
 ============  =========================  =====================================================================
-transport     the trainer's end          the engine's end (`engines/weight_receiver.py`)
+transport     the trainer's end          the engine's end (`engines/client/weight_receiver.py`)
 ============  =========================  =====================================================================
-`arena`       `arena.ArenaWriter`        `ArenaReceiver`; `in_engine.py` copies or aliases in SGLang's process
+`arena`       `arena.ArenaWriter`        `ArenaReceiver`; `weight_loader.py` copies or aliases in SGLang's process
 `bucket`      `buckets.BucketSender`     `BucketReceiver`; SGLang's own code copies
-`disk`        `train/weight_folders`     `FolderReceiver`; `in_engine.py` copies from a file
-`delta`       `train/delta_folders`      `DeltaReceiver`; `in_engine.py` applies differences from files
-`collective`  `broadcaster.Broadcaster`  `BroadcastReceiver`; `in_engine.py` receives it
+`disk`        `train/weight_folders`     `FolderReceiver`; `weight_loader.py` copies from a file
+`delta`       `train/delta_folders`      `DeltaReceiver`; `weight_loader.py` applies differences from files
+`collective`  `broadcaster.Broadcaster`  `BroadcastReceiver`; `weight_loader.py` receives it
 ============  =========================  =====================================================================
 
 With `collective` both ends run at the same time: `broadcast_loads.py` brings them
-together. `in_engine.py` checks the layout first with every transport. With `arena` the
+together. `weight_loader.py` checks the layout first with every transport. With `arena` the
 copy itself is hashed, and the parameters are at the first update and every n-th; with
 the others the parameters are hashed after each load.
 """

@@ -17,16 +17,16 @@ from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_client import (
+from invrl.engines.client.sglang_client import (
     EngineLimits,
     GenerateChunk,
     GenerateRequest,
     GenerateResult,
     SglangClient,
 )
-from invrl.engines.version_spans import EngineSpan, VersionTracker
+from invrl.engines.client.version_spans import EngineSpan, VersionTracker
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError, SessionError
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan

@@ -20,7 +20,7 @@ from trace_collector import Collector, running_collector
 
 from e2e.outside import SPAN_ID, trace_id
 from e2e.runs import DEADLINE_S, flags, invrl, steps_of
-from invrl.host.ports import free_port
+from invrl.host.network.ports import free_port
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_store import RunStore
 from invrl.types.batches import TrainBatch

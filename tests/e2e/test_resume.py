@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
-from invrl.buffer.ledger_store import read_incarnations
+from invrl.buffer.ledger.ledger_store import read_incarnations
 from invrl.cli.commands.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.advantages import grpo
+from invrl.algorithms.advantages.advantages import grpo
 from invrl.interfaces import Endpoint
 from invrl.types.tasks import Task
 

@@ -10,7 +10,7 @@ import pytest
 from local_ray import local_ray
 from rank_pool import RankPool
 
-from invrl.host.ray_setup import worker_environment
+from invrl.host.ray.ray_setup import worker_environment
 
 
 @pytest.fixture(scope="session")

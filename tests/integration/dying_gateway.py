@@ -1,6 +1,6 @@
 """The gateway's process, but its worker dies (-9) or hangs once: after the first commit
 that holds a turn, before anyone is told. Started in the place of
-`invrl.gateway.server.gateway_server`."""
+`invrl.gateway.server.processes.gateway_server`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.gateway.server import gateway_server
+from invrl.gateway.server.processes import gateway_server
 from invrl.store.run_store_writer import RunStoreWriter
 
 

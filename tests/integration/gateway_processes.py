@@ -13,10 +13,10 @@ import openai
 import psutil
 from fakes import FakeEngine
 
-from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.ports import free_port
-from invrl.rollout.session_client import SessionClient
+from invrl.host.network.ports import free_port
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.store.run_store import RunStore
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.sessions import Session

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
 from invrl.user_code.model_folder import tensor_files
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
 
 
 class PoolSender:

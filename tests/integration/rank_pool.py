@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
-from invrl.host.descendants import die_with_parent
-from invrl.host.process import ServerProcess, random_key
+from invrl.host.processes.descendants import die_with_parent
+from invrl.host.processes.process import ServerProcess, random_key
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.batches.micro_batch import Row
 from invrl.train.batches.sharding import Shard, shard_batch
@@ -523,7 +523,7 @@ class RankProcess:
         weights.BUCKET_BYTES = size
 
     def listen(self, _: None) -> int:
-        from invrl.host.rendezvous import listen
+        from invrl.host.network.rendezvous import listen
 
         self._listener = listen("127.0.0.1")
         return self._listener.getsockname()[1]

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from test_agrees_with_verl import BOUND, Calls, answers_of, verl
 
-from invrl.algorithms.advantages import advantage_function
+from invrl.algorithms.advantages.advantages import advantage_function
+from invrl.algorithms.advantages.token_advantages import discounted_returns, gae
+from invrl.algorithms.advantages.whitening import whiten_rows
 from invrl.algorithms.config import WhitenedOver
-from invrl.algorithms.token_advantages import discounted_returns, gae
-from invrl.algorithms.whitening import whiten_rows
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,14 @@ from numpy.typing import NDArray
 from test_agrees_with_verl import BOUND, ORACLES, Calls, Drawn, answers_of
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.mismatched_rows import MISMATCHED
-from invrl.algorithms.preferences import CHOSEN, DESIRABLE, KtoObjective, PairObjective
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.mismatched_rows import MISMATCHED
+from invrl.algorithms.objectives.preferences import (
+    CHOSEN,
+    DESIRABLE,
+    KtoObjective,
+    PairObjective,
+)
+from invrl.algorithms.objectives.row_table import RowTable
 
 pytestmark = pytest.mark.slow
 

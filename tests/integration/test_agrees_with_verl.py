@@ -19,7 +19,7 @@ import torch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.losses import policy_loss
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ import psutil
 import pytest
 from stored_rollouts import finish_lease
 
-from invrl.buffer.buffer_actor import BufferActor
-from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.process.buffer_actor import BufferActor
+from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.errors import BufferStateError, DeadlineError, ServerError
-from invrl.host.actor import ActorOptions, start_actor
+from invrl.host.ray.actor import ActorOptions, start_actor
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types.metrics import resolve

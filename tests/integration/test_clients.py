@@ -20,7 +20,7 @@ from tiny_model import make_tiny_model
 from token_truth import Reference, StoredTurn, Verdict, stored_turns
 from truth_stack import Stack, real_stack, scripted_stack
 
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 
 pytestmark = pytest.mark.timeout(1800)  # of which installing the clients may take most
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]

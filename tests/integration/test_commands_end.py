@@ -15,7 +15,7 @@ import psutil
 import pytest
 from slow_cases import first_quick
 
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 
 ROOT = Path(__file__).parents[2]
 HUNG = """

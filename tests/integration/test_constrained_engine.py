@@ -17,10 +17,10 @@ from slow_cases import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.engines.engine_launcher import Engine
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.gateway.rendering.parsers import Parsers
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_launcher import Engine
+from invrl.gateway.rendering.replies.parsers import Parsers
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types.batches import GrammarSpan, TrainBatch, TrainSample
 from invrl.types.sessions import Sampling

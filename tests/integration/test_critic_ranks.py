@@ -19,8 +19,8 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
 from invrl.errors import ServerError, TrainError
-from invrl.host.actor import ActorOptions, start_actor
-from invrl.host.process import random_key, still_running
+from invrl.host.processes.process import random_key, still_running
+from invrl.host.ray.actor import ActorOptions, start_actor
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.train.critic.critic_actor import CriticActor
 from invrl.train.parallel_layout import ParallelLayout

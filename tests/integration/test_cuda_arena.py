@@ -14,10 +14,13 @@ import torch
 from benchmarks.weight_updates.changing_weights import ChangingWeights
 from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, measure_idle
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.client.weight_receiver import ArenaReceiver
+from invrl.weights.checksums.multilinear_checksum import (
+    checksum_of_slice,
+    checksums_of_wholes,
+)
 from invrl.weights.config import ArenaWeights
-from invrl.weights.multilinear import checksum_of_slice, checksums_of_wholes
-from invrl.weights.tensor_slice import TensorSlice
+from invrl.weights.tensors.tensor_slice import TensorSlice
 
 ATTENTION = "model.layers.0.self_attn"
 SHAPES = {

@@ -16,7 +16,7 @@ from tiny_model import make_tiny_model
 from truth_stack import MODEL_NAME, Stack, scripted_stack
 
 from invrl.interfaces import RolloutResult
-from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
+from invrl.rollout.workers.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types.sessions import Session
 from invrl.types.tasks import Task
 

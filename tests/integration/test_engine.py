@@ -21,18 +21,19 @@ from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import QUESTIONS, Updated, engine_death
-from invrl.engines.engine_launcher import Engine
-from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
+from invrl.engines.fleet.engine_health import QUESTIONS, Updated, engine_death
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
+from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH, PAUSE_PATH
+from invrl.engines.launch.engine_launcher import Engine
+from invrl.engines.launch.engine_server import EngineServer
 from invrl.errors import ServerError, SessionError
-from invrl.host.fork_parent import ForkParent
-from invrl.host.log_lines import LogSettings
+from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
-from invrl.weights.in_engine import LoaderRequest
+from invrl.weights.loader.weight_loader import LoaderRequest
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from torch_trainer import TorchSender
 from torch_updates import Update
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 from invrl.errors import ChecksumError
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
-from invrl.weights.arena import ArenaHandle
+from invrl.weights.transports.arena import ArenaHandle
 
 pytestmark = pytest.mark.slow
 

@@ -18,20 +18,20 @@ import pytest
 from torch_trainer import TorchSender
 from torch_updates import CANARY, FP32
 
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_identity import IDENTITY_PATH, sampling_key
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.inside_sglang.engine_identity import IDENTITY_PATH, sampling_key
 from invrl.errors import ServerError
-from invrl.host.fork_parent import ForkParent
-from invrl.host.ports import free_port
-from invrl.host.process import family_of, still_running
+from invrl.host.network.ports import free_port
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.host.processes.process import family_of, still_running
 from invrl.interfaces import StagedWeights
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
 from invrl.weights.config import DiskWeights
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.transaction import WeightTransaction
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from invrl.cli.commands.evaluate import table
-from invrl.rollout.evaluation import EvalScore
+from invrl.rollout.dispatch.evaluation import EvalScore
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600

@@ -20,17 +20,17 @@ from streamed import collect
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
-from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.routed_experts import ExpertsShape
-from invrl.engines.sglang_client import (
+from invrl.engines.client.routed_experts import ExpertsShape
+from invrl.engines.client.sglang_client import (
     GenerateChunk,
     GenerateRequest,
     GenerateResult,
     SglangClient,
 )
+from invrl.engines.config import EngineConfig
+from invrl.engines.fleet.fleet import Fleet
 from invrl.families.hf_config import read_hf_config
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
@@ -38,8 +38,8 @@ from invrl.types.routed_experts import unknown_expert
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import tensor_files
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 PROMPTS = [list(range(20, 50)), [5, 400, 33, 33, 90, 100, 511, 7, 9, 300, 301, 302]]
 """Longer than the windows of the small models."""

@@ -20,19 +20,19 @@ from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_launcher import Engine
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_launcher import Engine
 from invrl.errors import WeightSyncError
-from invrl.host.fork_parent import ForkParent
-from invrl.host.process import family_of, still_running
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.host.processes.process import family_of, still_running
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import WeightTransaction
-from invrl.weights.verification import describe
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
+from invrl.weights.update.verification import describe
 
 Parts = tuple[Fleet, WeightUpdater, TorchSender]
 CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]

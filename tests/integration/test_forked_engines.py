@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_server import ENGINE_MODULE, EngineServer
+from invrl.engines.launch.engine_server import ENGINE_MODULE, EngineServer
 from invrl.errors import ServerError
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 
 CONFIG = EngineConfig(dtype="float32", start_timeout_s=500.0)
 

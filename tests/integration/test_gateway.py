@@ -15,12 +15,12 @@ import numpy as np
 import openai
 import pytest
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import SglangClient
+from invrl.engines.client.sglang_client import SglangClient
+from invrl.engines.fleet.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.ports import free_port
+from invrl.host.network.ports import free_port
 from invrl.store.run_store import RunStore
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.sessions import Session

@@ -31,9 +31,9 @@ from gateway_processes import (
 from slow_cases import first_quick
 
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.server.gateway_server import GatewayServer
-from invrl.host.process import still_running
-from invrl.rollout.session_client import SessionClient
+from invrl.gateway.server.processes.gateway_server import GatewayServer
+from invrl.host.processes.process import still_running
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.store.run_store import RunStore
 from invrl.types.rollouts import RolloutSummary
 
@@ -160,7 +160,7 @@ async def test_no_gateway_process_outlives_its_starter(
         )
         program = textwrap.dedent(f"""
             import json, pathlib, time
-            from invrl.gateway.server.gateway_server import GatewayServer, GatewaySettings
+            from invrl.gateway.server.processes.gateway_server import GatewayServer, GatewaySettings
             folder = pathlib.Path({str(tmp_path)!r})
             settings = GatewaySettings.model_validate(json.loads((folder / "settings.json").read_text()))
             server = GatewayServer(settings, folder=folder, log=folder / "gateway.log")

@@ -27,8 +27,8 @@ from gateway_processes import (
 from slow_cases import first_quick
 
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.server.gateway_server import GatewayServer
-from invrl.host.process import still_running
+from invrl.gateway.server.processes.gateway_server import GatewayServer
+from invrl.host.processes.process import still_running
 from invrl.store.run_store import RunStore
 
 TIMEOUT_S = 2.0

@@ -13,19 +13,19 @@ from pathlib import Path
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
-from invrl.host.environment_keys import hold_keys, held_key, take_environment_key
+from invrl.host.processes.environment_keys import hold_keys, held_key, take_environment_key
 hold_keys()
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 prepare_ray()
 token = held_key("RAY_AUTH_TOKEN")
 import numpy as np
 import ray
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.config import resolve
-from invrl.host.actor import ActorOptions, start_actor
-from invrl.host.ray_watch import raylet_question
+from invrl.host.ray.actor import ActorOptions, start_actor
+from invrl.host.ray.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+from invrl.rollout.workers.worker_actor import RolloutWorker, WorkerSettings
 from invrl.train.trainer.train_actor import TrainActor
 
 def look():

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from slow_cases import first_quick
 
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 
 ROOT = Path(__file__).parents[2]
 CONTAINED = [sys.executable, str(ROOT / "launch" / "run_contained.py")]
@@ -51,7 +51,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("install.sh", "run_contained.py", "uv_settings.py"):
         shutil.copy(ROOT / "launch" / name, project / "launch")
     (project / "invrl" / "host").mkdir(parents=True)
-    for name in ("__init__.py", "host/__init__.py", "host/descendants.py"):
+    for name in ("__init__.py", "host/__init__.py", "host/processes/descendants.py"):
         shutil.copy(ROOT / "invrl" / name, project / "invrl" / name)
     shutil.copytree(ROOT / "invrl" / "requirements", project / "invrl" / "requirements")
     fake = project / "bin" / "python3.11"

@@ -29,7 +29,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
 WITH_EXPERTS = [

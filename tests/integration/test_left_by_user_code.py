@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +23,15 @@ async def rollout(task, endpoint):
 PROGRAM = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 prepare_ray()
 import psutil
 import ray
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.config import resolve
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+from invrl.rollout.workers.worker_actor import RolloutWorker, WorkerSettings
 
 WAIT = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(10**6)"
 

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 from invrl.train.config import TrainConfig
 from invrl.types.metrics import resolve
 

@@ -20,10 +20,10 @@ from slow_cases import first_quick
 from invrl.cli.main import main
 from invrl.errors import SessionError
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.template_check import check_template
-from invrl.gateway.rendering.template_corpus import CORPUS
+from invrl.gateway.rendering.replies.parsers import Parsers, choose_parsers
+from invrl.gateway.rendering.template_check.template_check import check_template
+from invrl.gateway.rendering.template_check.template_corpus import CORPUS
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
 from invrl.types.turns import Turn, VersionSpan

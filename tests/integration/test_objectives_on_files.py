@@ -17,7 +17,7 @@ from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
 from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout

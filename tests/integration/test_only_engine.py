@@ -14,15 +14,15 @@ import pytest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.host.incidents import incidents_shown
+from invrl.engines.fleet.fleet import Fleet
+from invrl.host.output.incidents import incidents_shown
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slow_cases import first_quick
 
-from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.files.temporary_folder import remove_abandoned
 from invrl.run.settings.config import Source, resolve
 from invrl.run.settings.folder import make_run_folder
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
@@ -70,7 +70,7 @@ def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(
 WHAT_STRANGERS_SEE = """
 import ipaddress, os, stat, sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil
@@ -135,13 +135,13 @@ def test_other_users_and_machines_reach_nothing_of_a_local_ray(tmp_path: Path) -
 STOPPED_ACTOR = """
 import os, signal, sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.resolved_config import load_resolved
-from invrl.host.ray_watch import raylet_question
+from invrl.host.ray.ray_watch import raylet_question
 from invrl.store.run_folder import RunFolder
 
 @ray.remote(num_cpus=0)
@@ -201,13 +201,13 @@ def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
 DESCRIPTION = """
 import json, os, sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.config import resolve
-from invrl.host.ray_watch import raylet_question
+from invrl.host.ray.ray_watch import raylet_question
 
 @ray.remote(num_cpus=0)
 class Actor:
@@ -245,7 +245,7 @@ def test_actors_have_the_driver_s_priority_and_no_proxy_stands_before_the_raylet
 LATE_ONCE = """
 import os, sys
 from pathlib import Path
-from invrl.host.ray_setup import prepare_ray
+from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil, ray

@@ -21,23 +21,23 @@ from running_gateway import PromptServer
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
-from invrl.buffer.buffer_actor import BufferActor
-from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig, FailuresConfig
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.buffer.process.buffer_actor import BufferActor
+from invrl.buffer.process.buffer_handle import BufferHandle
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import PluginError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.app import make_app
+from invrl.gateway.server.routes.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.actor import ActorOptions, start_actor
-from invrl.host.ports import free_port
-from invrl.host.process import still_running
+from invrl.host.network.ports import free_port
+from invrl.host.processes.process import still_running
+from invrl.host.ray.actor import ActorOptions, start_actor
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.rollout_handle import RolloutHandle
-from invrl.rollout.session_client import SessionClient
-from invrl.rollout.worker_actor import Assignment, WorkerSettings
-from invrl.rollout.worker_pool import RayWorker, WorkerPool
+from invrl.rollout.dispatch.rollout_handle import RolloutHandle
+from invrl.rollout.workers.session_client import SessionClient
+from invrl.rollout.workers.worker_actor import Assignment, WorkerSettings
+from invrl.rollout.workers.worker_pool import RayWorker, WorkerPool
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types.batches import TakenBatch

@@ -14,16 +14,16 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, text_by_prompt
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_client import (
+from invrl.engines.client.sglang_client import (
     EngineLimits,
     GenerateEnd,
     GenerateRequest,
     SglangClient,
 )
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError
-from invrl.host.process import family_of
+from invrl.host.processes.process import family_of
 from invrl.types.sessions import Sampling
 
 ROUTERS = ["sglang-router", "smg"]

@@ -12,10 +12,10 @@ import aiohttp
 import numpy as np
 import pytest
 
+from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.fleet.fleet import Fleet
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ import pytest
 from test_gateway import ENV_KEY, settings_for
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.gateway.server.gateway_server import GatewayServer
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.fleet.fleet import Fleet
+from invrl.gateway.server.processes.gateway_server import GatewayServer
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.store.run_store import RunStore
 from invrl.types.sessions import Session
 

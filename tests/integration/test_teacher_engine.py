@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest
+from invrl.engines.client.sglang_client import GenerateRequest
+from invrl.engines.fleet.fleet import Fleet
 from invrl.run.loop.teacher import Teacher
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.sessions import Sampling

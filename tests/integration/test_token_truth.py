@@ -19,7 +19,7 @@ from token_truth import Reference, StoredTurn, Verdict, judge, stored_turns
 from truth_load import Load, chatter, thoughtful
 from truth_stack import real_stack, scripted_stack
 
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 
 
 @dataclasses.dataclass(slots=True)

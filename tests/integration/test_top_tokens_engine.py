@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from train_reference import Reference
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest
+from invrl.engines.client.sglang_client import GenerateRequest
+from invrl.engines.fleet.fleet import Fleet
 from invrl.types.sessions import Sampling
 
 BOUND = 1e-3

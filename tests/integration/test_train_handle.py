@@ -23,8 +23,8 @@ from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
-from invrl.host.actor import ActorHandle, ActorOptions, start_actor
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
+from invrl.host.ray.actor import ActorHandle, ActorOptions, start_actor
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout

@@ -23,7 +23,7 @@ from invrl.gateway.rendering.chat_template import template_sources
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
 from invrl.types.metrics import resolve
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(

@@ -25,12 +25,16 @@ from torch_trainer import TorchSender
 from torch_updates import CANARY, Update
 from transformers import DynamicCache, PreTrainedModel
 
-from invrl.engines import weight_receiver
+from invrl.engines.client import weight_receiver
+from invrl.engines.client.sglang_client import (
+    GenerateRequest,
+    GenerateResult,
+    SglangClient,
+)
+from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
-from invrl.engines.weight_receiver import ArenaReceiver
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.fleet.fleet import Fleet
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan
 from invrl.weights.config import ArenaWeights

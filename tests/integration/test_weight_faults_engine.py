@@ -31,11 +31,11 @@ from weight_faults import (
     settings_of,
 )
 
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_server import EngineServer
-from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import SglangClient
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_server import EngineServer
+from invrl.host.processes.fork_parent import ForkParent
 
 OWN_ENGINE_ROWS = [
     EngineRow(fault="killed", transport="arena copy", phase="load"),

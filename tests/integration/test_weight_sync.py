@@ -18,8 +18,7 @@ from torch_trainer import Tensors, TorchSender
 from torch_updates import CANARY, FP32, Update, receivers_of
 from train_reference import random_batch
 
-from invrl.engines.fleet import Fleet
-from invrl.engines.weight_receiver import (
+from invrl.engines.client.weight_receiver import (
     ArenaReceiver,
     BroadcastReceiver,
     BucketReceiver,
@@ -27,18 +26,19 @@ from invrl.engines.weight_receiver import (
     EngineReceiver,
     FolderReceiver,
 )
+from invrl.engines.fleet.fleet import Fleet
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.arena import ArenaHandle
-from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.config import ArenaWeights, DeltaWeights
-from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
-from invrl.weights.file_server import WeightFileServer
-from invrl.weights.transaction import WeightTransaction
-from invrl.weights.weight_files import FileSource, ServedHandle
+from invrl.weights.transports.arena import ArenaHandle
+from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.transports.delta_folder import DELTA_NAME, DeltaHandle
+from invrl.weights.transports.file_server import WeightFileServer
+from invrl.weights.transports.weight_files import FileSource, ServedHandle
+from invrl.weights.update.transaction import WeightTransaction
 
 
 @pytest.fixture
@@ -378,7 +378,7 @@ class TestRefusedBeforeAByteMoved:
             spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in specs
         }
-        from invrl.weights.arena import ArenaWriter
+        from invrl.weights.transports.arena import ArenaWriter
 
         wrong.tensors = tuple(specs)
         wrong._writer = ArenaWriter(wrong.tensors)

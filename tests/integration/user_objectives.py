@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.objectives import Needs
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.objectives import Needs
+from invrl.algorithms.objectives.row_table import RowTable
 from invrl.types.metrics import Sum
 
 

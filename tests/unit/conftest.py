@@ -17,10 +17,10 @@ from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
 from benchmarks.weight_updates.loader_server import LOADER_MODULE
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
 from invrl.errors import ActorDiedError, ActorSilentError, DeadlineError, ServerError
-from invrl.host.actor import ActorHandle
-from invrl.host.actor_heartbeat import Pulse, pulse
+from invrl.host.ray.actor import ActorHandle
+from invrl.host.ray.actor_heartbeat import Pulse, pulse
 
 
 class Adder:

@@ -17,11 +17,11 @@ import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl.errors import ServerError
-from invrl.host import actor_heartbeat, ray_memory
-from invrl.host.actor_heartbeat import ActorHeartbeat, Pulse, pulse
-from invrl.host.process import still_running
-from invrl.host.ray_memory import killed_for_memory
-from invrl.host.ray_watch import RayWatch, Watched
+from invrl.host.processes.process import still_running
+from invrl.host.ray import actor_heartbeat, ray_memory
+from invrl.host.ray.actor_heartbeat import ActorHeartbeat, Pulse, pulse
+from invrl.host.ray.ray_memory import killed_for_memory
+from invrl.host.ray.ray_watch import RayWatch, Watched
 
 HERE = os.uname().nodename
 ROOT = Path(__file__).parents[2]
@@ -230,7 +230,7 @@ def test_ray_process_stopped_on_purpose_is_not_reported(
 # PYTHONUNBUFFERED, print() takes two, and another's line may come between them.
 WORKER = """
 import os, subprocess, sys
-from invrl.host.guardian import start_guardian
+from invrl.host.processes.guardian import start_guardian
 start_guardian()
 code = "import os, sys; os.setsid(); os.write(1, f'{os.getpid()}{os.linesep}'.encode()); os.close(1); "
 code += "sys.stdin.read()"
@@ -258,7 +258,7 @@ def test_daemons_that_left_the_session_of_a_worker_end_with_it(
     guardians = [
         child
         for child in psutil.Process(worker.pid).children()
-        if "invrl.host.guardian" in child.cmdline()
+        if "invrl.host.processes.guardian" in child.cmdline()
     ]
     assert len(guardians) == 1
     worker.kill()

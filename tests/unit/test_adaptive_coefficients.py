@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from invrl.algorithms.adaptive import (
-    Coefficients,
-    adapted_entropy_coef,
-    adapted_kl_coef,
-    entropy_coef_of_band,
-)
 from invrl.algorithms.config import (
     AlgorithmConfig,
     EntropyConfig,
     KlConfig,
     LengthWeightsConfig,
+)
+from invrl.algorithms.policy_loss.adaptive import (
+    Coefficients,
+    adapted_entropy_coef,
+    adapted_kl_coef,
+    entropy_coef_of_band,
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.advantages import (
+from invrl.algorithms.advantages.advantages import (
     ADVANTAGES,
     advantage_function,
     configured_advantage,

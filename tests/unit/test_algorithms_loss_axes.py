@@ -26,9 +26,12 @@ from invrl.algorithms.config import (
     RejectionGateConfig,
     SapoConfig,
 )
-from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.length_weights import (
+    LAMBDA_GRADIENT,
+    weights_of_group,
+)
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.types.metrics import merge, resolve
 
 STEP = 1e-6
@@ -707,7 +710,7 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
 def test_interpolated_policy_approaches_the_current_policy_with_age(
     staleness: float, old: str
 ) -> None:
-    from invrl.algorithms.old_policy import interpolated
+    from invrl.algorithms.policy_loss.old_policy import interpolated
 
     expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
     current_N = torch.tensor([-1.0], requires_grad=True)
@@ -721,7 +724,7 @@ def expected_gradient(
 ) -> torch.Tensor:
     """The mean gradient of an estimator over all tokens, each as often as the policy
     samples it."""
-    from invrl.algorithms.kl import estimate
+    from invrl.algorithms.policy_loss.kl import estimate
 
     policy_V = logits_V.log_softmax(-1)
     terms_V = estimate(estimator, policy_V, reference_V, policy_V.detach())
@@ -759,7 +762,7 @@ def test_gradient_of_each_kl_estimator_equals_its_table(
 
 
 def test_sum_to_go_restarts_with_each_row() -> None:
-    from invrl.algorithms.kl import to_go
+    from invrl.algorithms.policy_loss.kl import to_go
 
     rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
     values_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
-from invrl.algorithms.kl import k3
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.kl import k3
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.algorithms.presets import PRESETS
 from invrl.types.metrics import merge, resolve
 
@@ -254,7 +254,7 @@ def test_clipping_in_each_direction_has_the_expected_loss_and_gradient(
 def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
     """On the bound both branches are equal, so the loss is certain; the clip fraction
     counts neither."""
-    from invrl.algorithms.surrogates import clip, clipped_tokens
+    from invrl.algorithms.policy_loss.surrogates import clip, clipped_tokens
 
     ratio_N = torch.tensor([1.25, 1.25, 0.5, 0.5], requires_grad=True)
     advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.reward_shaping import (
+from invrl.algorithms.advantages.reward_shaping import (
     Shaping,
     length_reward,
     soft_overlong_punishment,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.token_advantages import (
+from invrl.algorithms.advantages.token_advantages import (
     discounted_returns,
     gae,
     length_adaptive_lambda,

@@ -16,9 +16,9 @@ from loss_rows import tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig, DppoConfig, SimkoConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopTokens
-from invrl.algorithms.losses import policy_loss
-from invrl.algorithms.objectives import needs_of
-from invrl.algorithms.surrogates import ON_TOP_TOKENS
+from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.policy_loss.losses import policy_loss
+from invrl.algorithms.policy_loss.surrogates import ON_TOP_TOKENS
 from invrl.types.metrics import resolve
 
 VOCABULARY = 9

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from invrl.algorithms.advantages.whitening import Moments, whiten, whiten_rows
 from invrl.algorithms.config import WhitenedOver
-from invrl.algorithms.whitening import Moments, whiten, whiten_rows
 
 numbers = st.floats(-10, 10)
 

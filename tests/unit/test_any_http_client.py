@@ -14,7 +14,7 @@ from running_gateway import ASK, ENV_KEY, Running, running
 from sampling_routes import ROUTES, Route
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.content_encoding import decompress
+from invrl.gateway.server.http.content_encoding import decompress
 
 every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[1:])
 CHAT = {"model": "tiny", "messages": [ASK]}

@@ -11,7 +11,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.cli.flags import parse_flags
-from invrl.engines import engine_server
+from invrl.engines.launch import engine_server
 from invrl.families.hf_config import read_hf_config
 from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.settings.config import Config, resolve

@@ -22,11 +22,11 @@ from invrl.train.weights.arena_staging import (
     write_parts,
 )
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
-from invrl.weights.checksums import xxh3_checksums
-from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_slice import TensorPart
-from invrl.weights.tensor_spec import checksum, num_bytes
+from invrl.weights.checksums.checksums import xxh3_checksums
+from invrl.weights.tensors.tensor_slice import TensorPart
+from invrl.weights.tensors.tensor_spec import checksum, num_bytes
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.transports.slot_lease import SlotLease
 
 LAYOUT = (
     TensorSpec(name="rows", shape=(6, 4), dtype="float32"),
@@ -196,7 +196,7 @@ def test_no_rank_writes_a_slot_that_an_engine_reads(
 ) -> None:
     sent: list[object] = []
     monkeypatch.setattr(arena_staging, "_send", lambda value, rank: sent.append(value))
-    monkeypatch.setattr("invrl.weights.arena._SLOT_FREE_WITHIN_S", 0.05)
+    monkeypatch.setattr("invrl.weights.transports.arena._SLOT_FREE_WITHIN_S", 0.05)
     writer = ArenaWriter(LAYOUT)
     place = msgspec.json.decode(
         writer.stage(VERSION, model().items()).handle, type=ArenaHandle

@@ -22,7 +22,7 @@ from invrl.cli import main as cli
 from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
 from invrl.families.registry import FAMILIES
-from invrl.rollout.tasks import held_out_only
+from invrl.rollout.tasks.tasks import held_out_only
 from invrl.run.processes import supervisor
 from invrl.run.settings.config import resolve
 from invrl.run.settings.folder import make_run_folder
@@ -940,7 +940,7 @@ def test_run_folder_of_a_live_run_is_refused(
             "resume": [str(folder.path)],
             "replay": [str(folder.path), "--step", "1"],
         }
-        monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
+        monkeypatch.setattr("invrl.host.processes.interrupts.catch", lambda: None)
         assert cli.main([command, *given.get(command, flags)]) == 2
         error = capsys.readouterr().err
         assert f"process {os.getpid()} (invrl train) works in {folder.path}" in error
@@ -952,7 +952,7 @@ def test_run_folder_of_a_live_run_is_refused(
 def test_run_folder_of_another_configuration_or_of_something_else_is_refused(
     refused: Refused, good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
+    monkeypatch.setattr("invrl.host.processes.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: 0)
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")

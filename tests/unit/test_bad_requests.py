@@ -23,7 +23,7 @@ from slow_upload import CHUNKED, Upload
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server import http_protocol
+from invrl.gateway.server.http import http_protocol
 
 every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[1:])
 

@@ -13,7 +13,11 @@ from streamed import collect
 
 from benchmarks.gateway_load.load import Script, arrivals, closed_loop, open_loop
 from benchmarks.gateway_load.paced_engine import Connection, PacedEngine, fixed_logprob
-from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
+from invrl.engines.client.sglang_client import (
+    EngineLimits,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.errors import ServerError
 from invrl.types.sessions import Sampling
 

@@ -146,12 +146,15 @@ def test_time_shares_exclude_the_first_and_the_last_step() -> None:
 @pytest.mark.parametrize(
     ("line", "role"),
     [
-        ("python -m invrl.engines.launch_sglang --model-path m", "engine"),
+        (
+            "python -m invrl.engines.inside_sglang.launch_sglang --model-path m",
+            "engine",
+        ),
         ("sglang::scheduler", "engine"),
         ("ray::TrainActor.train", "trainer"),
         ("ray::RolloutWorker", "worker"),
-        ("python -m invrl.engines.launch_router --port 1", "router"),
-        ("python -m invrl.host.guardian 12", "guardian"),
+        ("python -m invrl.engines.router.launch_router --port 1", "router"),
+        ("python -m invrl.host.processes.guardian 12", "guardian"),
         ("/venv/ray/core/src/ray/raylet/raylet --port 1", "ray"),
         ("sh -c true", "other"),
     ],

@@ -30,7 +30,7 @@ from benchmarks.training.workloads import make_batch
 from invrl.cli.main import exit_code_of
 from invrl.errors import TrainError
 from invrl.families.hf_config import read_hf_config
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 from invrl.train.batches.micro_batch import rows_of
 from invrl.train.batches.packing import pack
 from invrl.train.config import TrainConfig

@@ -46,14 +46,14 @@ from benchmarks.weight_updates.weight_updates import (
 )
 from benchmarks.weights import benchmark_weights
 from invrl.cli.main import exit_code_of
-from invrl.engines.sglang_client import EngineLimits, SglangClient
-from invrl.engines.update_routes import PAUSE_PATH
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.weight_receiver import ArenaReceiver
+from invrl.engines.inside_sglang.weight_update_routes import PAUSE_PATH
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
 from invrl.weights.config import ArenaWeights
-from invrl.weights.in_engine import plan
-from invrl.weights.tensor_spec import spec_of
+from invrl.weights.loader.weight_loader import plan
+from invrl.weights.tensors.tensor_spec import spec_of
 
 
 def window(start: float, end: float) -> Window:

@@ -13,11 +13,11 @@ import pytest
 from small_buffer import started_on_held_ledger
 from stored_rollouts import finish_lease
 
-from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
-from invrl.buffer.open_group import RolloutState
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.ledger_store import LedgerStore, check_lineage, read_ledger
+from invrl.buffer.ledger.open_group import RolloutState
+from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types.leases import Place

@@ -9,10 +9,10 @@ from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import group_filter_function, nonzero_variance
-from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
-from invrl.buffer.open_group import OpenGroup, RolloutState
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import group_filter_function, nonzero_variance
+from invrl.buffer.ledger.ledger import EntryFacts, Ledger, LedgerEntry
+from invrl.buffer.ledger.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
 from invrl.observe.metrics.step_metrics import rollout_metrics

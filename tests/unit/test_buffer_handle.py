@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter
+from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.errors import DeadlineError
-from invrl.host.actor import ActorHandle
+from invrl.host.ray.actor import ActorHandle
 from invrl.run.loop.failed_rollouts import report_failures
 
 LIMITS = FailureLimits(identical=128, at_start=32)

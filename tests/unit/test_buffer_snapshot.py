@@ -18,16 +18,16 @@ from small_buffer import (
     through_bytes,
 )
 
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import (
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.snapshot import BufferSnapshot
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.ledger_store import (
     LedgerStore,
     check_lineage,
     read_incarnations,
     read_ledger,
 )
-from invrl.buffer.open_group import RolloutState
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.ledger.open_group import RolloutState
 from invrl.errors import BufferStateError
 from invrl.types.batches import TakenBatch
 from invrl.types.leases import GroupLease, Place

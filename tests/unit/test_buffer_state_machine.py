@@ -24,11 +24,11 @@ from hypothesis.stateful import (
 from small_buffer import failed, finished
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import group_filter_function
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import RolloutState
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import group_filter_function
+from invrl.buffer.groups.snapshot import BufferSnapshot
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.open_group import RolloutState
 from invrl.rollout.config import RolloutConfig
 from invrl.types.batches import TakenBatch
 from invrl.types.groups import Group, GroupOutcome, TaskHistory

@@ -35,7 +35,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """Stands in for the module that starts a run's processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
     monkeypatch.setitem(sys.modules, "invrl.run.incarnations.incarnation", stand_in)
-    monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
+    monkeypatch.setattr("invrl.host.processes.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     yield stand_in
     logging.getLogger().handlers[:] = handlers

@@ -17,11 +17,11 @@ from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.presets import PRESETS
 from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
-from invrl.engines.sglang_client import EngineLimits
+from invrl.engines.client.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import GatewayConfig, LateConfig
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.rollout.tasks import held_out_only
+from invrl.rollout.tasks.tasks import held_out_only
 from invrl.run.incarnations.incarnation import run_incarnation
 from invrl.run.settings.config import (
     SECTIONS,

@@ -13,8 +13,8 @@ import xgrammar
 from running_gateway import ASK, Running, running
 from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.replies.parsers import Parsers
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, RolloutSummary

@@ -16,7 +16,7 @@ import pytest
 from running_gateway import ASK, Running, eventually, running
 from slow_cases import first_quick
 
-from invrl.engines.sglang_client import SglangClient
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.turns.conversation import Conversation

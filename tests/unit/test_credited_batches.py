@@ -13,11 +13,11 @@ from handmade_rollouts import rollout, summary, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.advantages import configured_advantage
+from invrl.algorithms.advantages.advantages import configured_advantage
+from invrl.algorithms.advantages.credit import credit_rules
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.credit import credit_rules
 from invrl.buffer.config import RewardUse
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.observe.metrics.step_metrics import shaping_metrics
 from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.groups import Group

@@ -25,16 +25,16 @@ from loader_engines import (
     sliced_values,
 )
 
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights import arena, cuda_memory
-from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
+from invrl.weights.checksums.multilinear_checksum import checksum_of_whole
 from invrl.weights.config import ArenaWeights
-from invrl.weights.cuda_memory import CudaHandle
-from invrl.weights.multilinear import checksum_of_whole
-from invrl.weights.transaction import load_verified
+from invrl.weights.transports import arena, cuda_memory
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
+from invrl.weights.transports.cuda_memory import CudaHandle
+from invrl.weights.update.transaction import load_verified
 
 GPU = torch.device("cuda", 0)
 UUIDS = ["GPU-11111111-0000", "22222222-0000"]

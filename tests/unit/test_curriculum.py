@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.rollout.config import CurriculumConfig, CurriculumScheme, RolloutConfig
-from invrl.rollout.curriculum import CURRICULA, Curriculum
-from invrl.rollout.tasks import check_tasks, feedback_notes, load_tasks
+from invrl.rollout.tasks.curriculum import CURRICULA, Curriculum
+from invrl.rollout.tasks.tasks import check_tasks, feedback_notes, load_tasks
 from invrl.run.settings.config import resolve
 from invrl.types.groups import GroupOutcome
 from invrl.types.task_state import stored_state

@@ -14,8 +14,8 @@ import pytest
 from run_config import config
 from slow_cases import first_quick
 
-from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.groups.snapshot import BufferSnapshot
+from invrl.buffer.ledger.ledger_store import LedgerStore, read_incarnations, read_ledger
 from invrl.cli import main as cli
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.run.checkpoints.checkpoint import Checkpoint, check_served

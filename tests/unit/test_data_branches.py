@@ -20,7 +20,7 @@ from invrl.errors import UnusableRowError
 from invrl.gateway.rendering.content_marks import without_marks
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.template_corpus import CORPUS
+from invrl.gateway.rendering.template_check.template_corpus import CORPUS
 from invrl.gateway.types import Prompt
 
 

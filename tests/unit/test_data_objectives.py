@@ -3,8 +3,8 @@ reads."""
 
 from __future__ import annotations
 
-from invrl.algorithms import preferences
-from invrl.algorithms.objectives import ON_FILES, ON_PAIRS
+from invrl.algorithms.objectives import preferences
+from invrl.algorithms.objectives.objectives import ON_FILES, ON_PAIRS
 from invrl.datasets import samples
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 

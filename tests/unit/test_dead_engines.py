@@ -21,18 +21,19 @@ from mortal_fleet import (
     receiver,
 )
 
-from invrl.engines import engine_launcher, engine_restarts
-from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet import engine_restarts
+from invrl.engines.fleet import fleet as fleet_module
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch import engine_launcher
 from invrl.errors import ConfigError, ServerError
-from invrl.host.incidents import incidents_shown
-from invrl.host.process import RestartLimit
+from invrl.host.output.incidents import incidents_shown
+from invrl.host.processes.process import RestartLimit
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.weights import WeightVersion
-from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightsConfig
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.delta_folder import (
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,
     DeltaHandle,
@@ -25,8 +26,7 @@ from invrl.weights.delta_folder import (
     load_chain,
     raw_bytes,
 )
-from invrl.weights.tensor_spec import checksum
-from invrl.weights.weight_folder import WEIGHTS_NAME
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 
 LAYOUT = (
     TensorSpec(name="a", shape=(30, 50), dtype="float32"),

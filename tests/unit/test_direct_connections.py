@@ -15,7 +15,11 @@ from urllib.request import urlopen
 import httpx
 import pytest
 
-from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies, open_directly
+from invrl.host.network.direct_connections import (
+    THIS_MACHINE,
+    bypass_proxies,
+    open_directly,
+)
 
 DEAD_PROXY = "http://127.0.0.1:9"
 PROXY_VARIABLES = (

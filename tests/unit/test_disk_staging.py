@@ -16,8 +16,8 @@ from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.tensor_spec import checksum
-from invrl.weights.weight_folder import WEIGHTS_NAME, read_folder
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME, read_folder
 
 LAYOUT = (
     TensorSpec(name="a", shape=(3, 5), dtype="float32"),

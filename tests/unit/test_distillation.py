@@ -14,7 +14,7 @@ from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.objectives import Needs, needs_of, objective_of
+from invrl.algorithms.objectives.objectives import Needs, needs_of, objective_of
 from invrl.errors import TrainError
 from invrl.types.metrics import resolve
 

@@ -23,13 +23,13 @@ import numpy as np
 import pytest
 import torch
 
-from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.objectives import check_outputs
+from invrl.algorithms.objectives.example import example_inputs
+from invrl.algorithms.objectives.objectives import check_outputs
 from invrl.cli import main as cli
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import SessionError
-from invrl.rollout.source_check import check_feedback
+from invrl.rollout.tasks.source_check import check_feedback
 from invrl.run.settings.config import SECTIONS, TABLES, UPSTREAM, Source, resolve
 from invrl.types.groups import Group, GroupOutcome, TaskHistory
 from invrl.types.weights import WeightVersion

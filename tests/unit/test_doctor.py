@@ -27,7 +27,7 @@ from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
-from invrl.host.disk import FULL_BYTES
+from invrl.host.files.disk import FULL_BYTES
 from invrl.run.processes import supervisor
 from invrl.run.settings.config import resolve
 from invrl.run.settings.folder import make_run_folder

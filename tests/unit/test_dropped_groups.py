@@ -20,16 +20,16 @@ from running_gateway import ASK, ENV_KEY, Running, eventually, running
 from small_buffer import Outbox, failed, finished, running_buffer
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import RolloutState
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.rollout import runner as runner_module
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.external_environments import ExternalDispatcher
-from invrl.rollout.runner import Failure, Runner
-from invrl.rollout.session_client import SessionClient
-from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.rollout.dispatch.external_environments import ExternalDispatcher
+from invrl.rollout.workers import runner as runner_module
+from invrl.rollout.workers.runner import Failure, Runner
+from invrl.rollout.workers.session_client import SessionClient
+from invrl.rollout.workers.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types.groups import DroppedGroup

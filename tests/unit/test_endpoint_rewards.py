@@ -8,8 +8,8 @@ import pytest
 from running_gateway import ASK, MORE, Running
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
-from invrl.rollout.runner import Runner, classify
+from invrl.rollout.workers.endpoint import ConnectionPool, SessionEndpoint
+from invrl.rollout.workers.runner import Runner, classify
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.sessions import Session

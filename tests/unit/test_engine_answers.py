@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from invrl.engines.answer_check import AnswerCheck
-from invrl.engines.sglang_answers import decode_event, events_of
-from invrl.engines.sglang_client import GenerateRequest, _GenerationReader
+from invrl.engines.client.reply_check import ReplyCheck
+from invrl.engines.client.sglang_client import GenerateRequest, _GenerationReader
+from invrl.engines.client.sglang_responses import decode_event, events_of
 from invrl.errors import ServerError
 from invrl.types.sessions import Sampling
 
@@ -60,7 +60,7 @@ def reader() -> _GenerationReader:
     request = GenerateRequest(
         rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling
     )
-    check = AnswerCheck(
+    check = ReplyCheck(
         rid=request.rid,
         vocab_size=100,
         max_new_tokens=8,

@@ -13,8 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.engines.engine_health import Clock, engine_death, router_death, until_silent
-from invrl.host.process import STOPPED, ServerProcess, family_of, state_of
+from invrl.engines.fleet.engine_health import (
+    Clock,
+    engine_death,
+    router_death,
+    until_silent,
+)
+from invrl.host.processes.process import STOPPED, ServerProcess, family_of, state_of
 
 
 class Time:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from invrl.engines import engine_server
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.config import EngineConfig
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.launch import engine_server
 from invrl.errors import SessionError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.engines.engine_log import log_environment
-from invrl.host.log_lines import LogSettings
+from invrl.engines.inside_sglang.engine_log import log_environment
+from invrl.host.output.log_lines import LogSettings
 
 SCHEDULER = """
 import json, logging.config, os, setproctitle
@@ -22,7 +22,7 @@ logging.getLogger("sglang.srt").warning("api_key='secret-of-engine'")
 """
 HTTP_PROCESS = """
 import logging.config, warnings
-from invrl.engines.engine_log import log_in_lines
+from invrl.engines.inside_sglang.engine_log import log_in_lines
 log_in_lines()
 warnings.warn("old")
 from uvicorn.config import LOGGING_CONFIG

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host.environment_keys import take_environment_key
+from invrl.host.processes.environment_keys import take_environment_key
 
 KEYS = {
     "INVRL_ENV_KEY": "env-of-the-user-0123456789",
@@ -35,7 +35,7 @@ def told_by(program: str) -> dict:
 def test_process_and_its_children_have_no_keys_after_forgetting_them():
     printed = told_by("""
         import json, os, subprocess, sys
-        from invrl.host.environment_keys import forget_keys
+        from invrl.host.processes.environment_keys import forget_keys
         def shown():
             ours = open("/proc/self/environ").read()
             child = subprocess.run(["env"], capture_output=True, text=True).stdout
@@ -55,7 +55,7 @@ def test_process_and_its_children_have_no_keys_after_forgetting_them():
 def test_environment_key_is_read_once_and_rays_token_stays():
     printed = told_by("""
         import json, os
-        from invrl.host.environment_keys import take_environment_key
+        from invrl.host.processes.environment_keys import take_environment_key
         keys = [take_environment_key(), take_environment_key()]
         print(json.dumps({"keys": keys, "token": os.environ.get("RAY_AUTH_TOKEN"),
                           "proc": open("/proc/self/environ").read()}))
@@ -108,7 +108,7 @@ def test_user_code_imported_by_checks_sees_no_keys(tmp_path: Path) -> None:
 def test_held_key_is_visible_only_to_the_process_started_with_it():
     printed = told_by("""
         import json, os, subprocess
-        from invrl.host.environment_keys import (
+        from invrl.host.processes.environment_keys import (
             ENVIRONMENT_KEY, RAY_TOKEN, held_key, held_keys, hold_keys, key_in_environment,
             take_environment_key,
         )

@@ -14,7 +14,7 @@ from running_gateway import ASK, Running, eventually, running
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
-from invrl.host.lived_time import LivedTime
+from invrl.host.processes.lived_time import LivedTime
 from invrl.store.lease_store import LeaseStore
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
 from invrl.rollout.config import EvalConfig, RolloutConfig
-from invrl.rollout.evaluation import (
+from invrl.rollout.dispatch.evaluation import (
     EvalScore,
     Evaluation,
     evaluate,
@@ -28,8 +28,8 @@ from invrl.rollout.evaluation import (
     pass_at_k,
     wilson_interval,
 )
-from invrl.rollout.intervals import bootstrap_interval
-from invrl.rollout.tasks import held_out_only, load_eval_sets
+from invrl.rollout.dispatch.intervals import bootstrap_interval
+from invrl.rollout.tasks.tasks import held_out_only, load_eval_sets
 from invrl.run.settings.config import resolve
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.types.reasons import FailureReason

@@ -10,7 +10,7 @@ from small_buffer import failure, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
-from invrl.rollout.evaluation import EvalScore
+from invrl.rollout.dispatch.evaluation import EvalScore
 from invrl.run.loop.failed_rollouts import EvaluationFailures
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout

@@ -27,7 +27,7 @@ from invrl.store.run_folder import RunFolder
 from invrl.train.weights.safetensors_file import divide_into_shards, write_weights
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
-from invrl.weights.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import spec_of
 
 
 @pytest.fixture

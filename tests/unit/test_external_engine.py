@@ -15,13 +15,13 @@ import pytest
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_identity import (
+from invrl.engines.inside_sglang.engine_identity import (
     IDENTITY_PATH,
     EngineIdentity,
     EngineTraits,
     sampling_key,
 )
-from invrl.engines.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.launch.external_engine import ExternalEngine, wanted_traits
 from invrl.errors import ConfigError, ServerError
 from invrl.run.settings.config import resolve
 
@@ -150,7 +150,7 @@ def test_sampling_key_of_an_external_engine_changes_with_each_start(
         ("hidden_size", 8, "--model-path"),
         ("dtype", "bfloat16", "--engine.dtype"),
         ("tp_size", 2, "--engine.tp-size"),
-        ("weight_loaders", [], "invrl.weights.in_engine.run"),
+        ("weight_loaders", [], "invrl.weights.loader.weight_loader.run"),
         ("streams_new_tokens", False, "invrl engine"),
         ("shared_experts_fusion", True, "invrl engine"),
         ("overlap_schedule", True, "--weights.inflight in_place"),
@@ -176,7 +176,7 @@ def test_external_engine_with_different_traits_is_refused(
 
 
 def test_every_engine_trait_is_compared(tiny_model: Path) -> None:
-    from invrl.engines import external_engine
+    from invrl.engines.launch import external_engine
 
     assert set(external_engine._FIXES) == {
         field.name for field in msgspec.structs.fields(EngineTraits)

@@ -15,12 +15,12 @@ from dispatcher_parts import until
 from stepped_clock import SteppedClock
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import GROUP_FILTERS
-from invrl.host.lived_time import LivedTime
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import GROUP_FILTERS
+from invrl.host.processes.lived_time import LivedTime
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.external_environments import ExternalDispatcher
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.dispatch.external_environments import ExternalDispatcher
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore

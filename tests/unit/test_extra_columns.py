@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
 
-from invrl.algorithms.advantages import advantage_function, dr_grpo
-from invrl.buffer.training_samples import build_batch
+from invrl.algorithms.advantages.advantages import advantage_function, dr_grpo
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import SessionPolicy
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
-from invrl.rollout.rewards import Rejected, valid_numbers
-from invrl.rollout.worker_actor import Assignment
+from invrl.rollout.workers.rewards import Rejected, valid_numbers
+from invrl.rollout.workers.worker_actor import Assignment
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.incarnations.on_saved_batches import _refuse_missing_columns
 from invrl.run.settings.config import resolve

@@ -16,8 +16,7 @@ import pytest
 from running_gateway import ENV_KEY, Running
 from small_buffer import failure, make, summary, tasks, through_bytes
 
-from invrl.algorithms.advantages import advantage_function
-from invrl.buffer.buffer_actor import BufferActor
+from invrl.algorithms.advantages.advantages import advantage_function
 from invrl.buffer.config import BufferConfig, FailuresConfig
 from invrl.buffer.failures import (
     GROUP_FILTER,
@@ -26,15 +25,16 @@ from invrl.buffer.failures import (
     FailureReporter,
     with_failure_reward,
 )
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.process.buffer_actor import BufferActor
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, IdenticalFailuresError
 from invrl.observe.metrics.step_metrics import rollout_metrics
 from invrl.observe.screen.progress import PlainProgress
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.runner import Failure, Runner
+from invrl.rollout.workers.runner import Failure, Runner
 from invrl.run.loop.failed_rollouts import command_for_failures
 from invrl.run.settings.config import resolve
 from invrl.store.run_folder import RunFolder

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from small_buffer import lease_all, summary
 
 from invrl.buffer.config import BufferConfig, DifficultyConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import (
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import (
     GROUP_FILTERS,
     configured_group_filter,
     group_filter_function,
     medium_difficulty,
 )
+from invrl.buffer.groups.snapshot import BufferSnapshot
 from invrl.buffer.reward_history import RECENT_GROUPS, RewardHistory
-from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import PluginError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.rollout.config import RolloutConfig

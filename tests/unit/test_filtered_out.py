@@ -14,11 +14,11 @@ import pytest
 from loop_parts import EmptyBatches, FixedSteps, Notes, assemble_nothing, sync_at_once
 from small_buffer import failure, lease_all, summary, tasks
 
-from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureReporter
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import group_filter_function
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import group_filter_function
+from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.errors import FilteredOutError
 from invrl.observe.sinks.wait_messages import (
     MESSAGE_INTERVAL_S,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from invrl.engines.flush_memory import keep_memory_in_flushes
+from invrl.engines.inside_sglang.cache_flush import keep_memory_in_flushes
 from invrl.host import sglang_on_cpu
 
 

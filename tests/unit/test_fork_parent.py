@@ -17,17 +17,17 @@ import psutil
 import pytest
 
 from invrl.errors import ServerError
-from invrl.host import fork_parent
-from invrl.host.fork_parent import EarlyParent, ForkParent
-from invrl.host.process import ENDED, PYTHON_MODULE, ServerProcess, state_of
+from invrl.host.processes import fork_parent
+from invrl.host.processes.fork_parent import EarlyParent, ForkParent
+from invrl.host.processes.process import ENDED, PYTHON_MODULE, ServerProcess, state_of
 
 MODULE = "forked_echo"
 DEADLINE_S = 60.0
 HOLDER = """
 import sys, time
 from pathlib import Path
-from invrl.host.fork_parent import ForkParent
-from invrl.host.process import PYTHON_MODULE, ServerProcess
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.host.processes.process import PYTHON_MODULE, ServerProcess
 
 folder = Path(sys.argv[1])
 parent = ForkParent("forked_echo", log=folder / "parent.log")

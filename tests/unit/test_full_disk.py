@@ -22,9 +22,9 @@ from tiny_model import make_tiny_model
 from invrl.errors import DiskFullError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.turns import generation
-from invrl.host.disk import full_disk
-from invrl.host.log_lines import LogSettings, write_log_lines
-from invrl.rollout.runner import classify
+from invrl.host.files.disk import full_disk
+from invrl.host.output.log_lines import LogSettings, write_log_lines
+from invrl.rollout.workers.runner import classify
 from invrl.store import run_store_writer
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from running_gateway import ENV_KEY, Running, running
 
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.replies.parsers import Parsers
 from invrl.store.lease_store import LeaseStore
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.tasks import Task

@@ -23,20 +23,20 @@ import openai
 import pytest
 from slow_cases import first_quick
 
-from invrl.algorithms.advantages import ADVANTAGES
+from invrl.algorithms.advantages.advantages import ADVANTAGES
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import group_filter_function
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import RolloutState
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import group_filter_function
+from invrl.buffer.ledger.ledger import LedgerEntry
+from invrl.buffer.ledger.open_group import RolloutState
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
-from invrl.host.lived_time import lived_wait
+from invrl.host.processes.lived_time import lived_wait
 from invrl.interfaces import RolloutResult
-from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.runner import Failure, Runner
+from invrl.rollout.workers import runner
+from invrl.rollout.workers.runner import Failure, Runner
 from invrl.types.extra_columns import ExtraColumn
 from invrl.types.leases import Place
 from invrl.types.reasons import FailureReason

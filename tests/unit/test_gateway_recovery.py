@@ -12,8 +12,8 @@ from gateway_lives import Life, ask
 from running_gateway import ASK, MORE, Running, eventually
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.session_bodies import OpenedSession
-from invrl.host.process import RestartLimit
+from invrl.gateway.server.routes.session_bodies import OpenedSession
+from invrl.host.processes.process import RestartLimit
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import abandon_open_sessions
 from invrl.types.leases import GroupLease, GroupMember

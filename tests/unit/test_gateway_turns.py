@@ -15,7 +15,7 @@ import pytest
 from fakes import fake_logprob, random_reply, reply_by_prompt
 from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 
-from invrl.engines.sglang_client import SglangClient
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.rollouts import FailedRollout, RolloutSummary
 from invrl.types.sessions import Session

@@ -17,8 +17,8 @@ from running_gateway import ASK, ENV_KEY, MORE, eventually
 from invrl.gateway.keys import signed_key
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server import forwarder
-from invrl.gateway.server.peers import merge_metrics
+from invrl.gateway.server.workers import forwarder
+from invrl.gateway.server.workers.peers import merge_metrics
 from invrl.types.rollouts import RolloutSummary
 
 

@@ -21,7 +21,11 @@ from running_gateway import (
     running,
 )
 
-from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
+from invrl.engines.client.sglang_client import (
+    EngineLimits,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from invrl.weights.tensor_spec import checksum, copy_hashed
+from invrl.weights.tensors.tensor_spec import checksum, copy_hashed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from invrl.gateway.server.heartbeat_page import (
+from invrl.gateway.server.processes.heartbeat_page import (
     START_ALLOWANCE_S,
     SUPERVISOR,
     HeartbeatPage,

@@ -11,7 +11,7 @@ import pytest
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.task_checks import check_held_out_apart
-from invrl.rollout.held_out_overlap import shared_tasks
+from invrl.rollout.tasks.held_out_overlap import shared_tasks
 from invrl.run.settings.config import Config, Source, resolve
 from invrl.types.tasks import Json, Task
 

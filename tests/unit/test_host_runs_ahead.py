@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
-from invrl.algorithms.objectives import check_outputs, objective_of
-from invrl.algorithms.value_loss import value_loss
+from invrl.algorithms.objectives.example import example_inputs
+from invrl.algorithms.objectives.objectives import check_outputs, objective_of
+from invrl.algorithms.policy_loss.value_loss import value_loss
 from invrl.train.model.nonfinite_steps import nonfinite
 from invrl.types.metrics import Max, Mean, Sum
 

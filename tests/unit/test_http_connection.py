@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import uvloop
 
-from invrl.engines.http_connection import HttpConnections, HttpError
+from invrl.engines.client.http_connection import HttpConnections, HttpError
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"

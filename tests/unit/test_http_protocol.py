@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from invrl.gateway.server.http_protocol import (
+from invrl.gateway.server.http.http_protocol import (
     LimitedHttpProtocol,
     _CoalescingTransport,
     limited_http_protocol,

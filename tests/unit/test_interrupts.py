@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host import interrupts
+from invrl.host.processes import interrupts
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
 import asyncio, signal, sys
 from pathlib import Path
-from invrl.host import interrupts
-from invrl.host.process import ServerProcess
+from invrl.host.processes import interrupts
+from invrl.host.processes.process import ServerProcess
 
 def say(what):
     print(what, flush=True)

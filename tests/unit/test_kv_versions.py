@@ -2,7 +2,7 @@
 
 import pytest
 
-from invrl.engines.kv_versions import key_of_changes
+from invrl.engines.inside_sglang.kv_cache_versions import key_of_changes
 
 
 @pytest.mark.parametrize("own", [None, "", "an adapter"])

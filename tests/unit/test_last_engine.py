@@ -17,15 +17,15 @@ from mortal_fleet import (
     receiver,
 )
 
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 from invrl.errors import DeadlineError, LayoutError, ServerError, WeightSyncError
-from invrl.host.incidents import incidents_shown
+from invrl.host.output.incidents import incidents_shown
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.loop.gpu_turns import GpuTurns, SenderThatSleeps
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.weights import WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 NAMES = {"engine-0", "engine-1", "engine-2"}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_rows import row_of_turns
 
-from invrl.algorithms.length_weights import (
+from invrl.algorithms.policy_loss.length_weights import (
     LENGTH_SLOPE,
     LENGTH_WEIGHT,
     largest_scale,

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from invrl.buffer.wait_report import WaitingGroup, WaitReport
+from invrl.buffer.groups.wait_report import WaitingGroup, WaitReport
 from invrl.errors import DeadlineError, ServerError
-from invrl.host.live_lines import drawn, past_display
+from invrl.host.output.live_lines import drawn, past_display
 from invrl.observe.screen.live_progress import Frame, LiveProgress, ShownRun
 from invrl.observe.screen.progress import PlainProgress, open_progress
 from invrl.observe.sinks.sinks import RunObserver, Sink
@@ -293,7 +293,7 @@ def test_progress_is_queried_only_in_its_phase_and_for_a_live_display() -> None:
 
 SCRIPT = """
 import os, sys, time, warnings
-from invrl.host import interrupts
+from invrl.host.processes import interrupts
 from invrl.observe.screen.progress import open_progress
 from invrl.observe.sinks.sinks import RunObserver
 interrupts.catch()

@@ -10,8 +10,8 @@ from running_gateway import ASK, Running, eventually
 from stepped_clock import SteppedClock, SteppedMachine
 
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.server.heartbeat_page import HeartbeatPage
-from invrl.host.lived_time import LivedTime, lived_wait
+from invrl.gateway.server.processes.heartbeat_page import HeartbeatPage
+from invrl.host.processes.lived_time import LivedTime, lived_wait
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.sessions import Session
 
@@ -172,11 +172,11 @@ def test_only_people_are_told_the_time_of_the_wall_clock():
 
 
 _FOR_PEOPLE = {
-    "buffer/buffer_actor.py",  # how long an environment has been silent, in a message
-    "buffer/ledger_store.py",  # when an entry was written
+    "buffer/process/buffer_actor.py",  # how long an environment has been silent, in a message
+    "buffer/ledger/ledger_store.py",  # when an entry was written
     "cli/commands/watch.py",
     "gateway/rendering/chat_template.py",  # today's date, for the model
-    "gateway/server/session_api.py",  # when a lease was taken
+    "gateway/server/routes/session_api.py",  # when a lease was taken
     "gateway/sessions/lifecycle.py",  # when a session was opened, and what a client is told of its deadline
     "gateway/turns/generation.py",  # when a turn began
     "observe/sinks/phases.py",

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from invrl.errors import PluginError
 from invrl.interfaces import RolloutResult
-from invrl.rollout.runner import Failure, Runner, Scored
+from invrl.rollout.workers.runner import Failure, Runner, Scored
 from invrl.types.reasons import FailureReason
 from invrl.types.tasks import Task
 from invrl.user_code import plugins

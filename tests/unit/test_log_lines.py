@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from invrl.host import masked_keys
-from invrl.host.log_lines import (
+from invrl.host.output import masked_keys
+from invrl.host.output.log_lines import (
     LineFormatter,
     LogSettings,
     session_of_task,
     write_log_lines,
 )
-from invrl.host.masked_keys import without_keys
+from invrl.host.output.masked_keys import without_keys
 from invrl.interfaces import Endpoint
 from invrl.rollout.config import RolloutConfig, WorkersConfig
-from invrl.rollout.runner import Runner
-from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.rollout.workers.runner import Runner
+from invrl.rollout.workers.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.types.sessions import Sampling, Session
 from invrl.types.tasks import Task
 
@@ -197,8 +197,8 @@ def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() 
     """Ray names the files by numbers."""
     program = f"""
         import logging
-        from invrl.host.actor_output import begin_output
-        from invrl.host.log_lines import LogSettings
+        from invrl.host.ray.actor_output import begin_output
+        from invrl.host.output.log_lines import LogSettings
         begin_output("trainer-rank-3", LogSettings(run="r7", level="warning"))
         print("key:", "{SESSION_KEY}")
         logging.info("not this")

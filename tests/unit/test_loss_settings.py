@@ -11,10 +11,10 @@ import torch
 from checks_by_name import run_check
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.objectives.example import example_inputs
+from invrl.algorithms.policy_loss.losses import policy_loss
+from invrl.algorithms.policy_loss.surrogates import SURROGATES
 from invrl.algorithms.presets import PRESETS
-from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError

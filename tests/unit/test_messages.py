@@ -17,7 +17,7 @@ from running_gateway import Running, running
 from tool_replies import PARSERS, say
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
+from invrl.rollout.workers.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types.sessions import Session
 
 ASK = {"role": "user", "content": "What is 12*13?"}

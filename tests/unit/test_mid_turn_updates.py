@@ -4,7 +4,7 @@ from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs
-from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.train.step.mid_turn_updates import sampled_after_update
 from invrl.types.batches import TrainSample
 from invrl.types.metrics import resolve

@@ -31,7 +31,7 @@ from invrl.families.registry import FAMILIES
 from invrl.run.settings.config import Source, resolve
 from invrl.train.config import TrainConfig
 from invrl.user_code.model_folder import check_model_folder
-from invrl.weights.engine_parameters import EXPERTS, FUSED
+from invrl.weights.tensors.engine_parameters import EXPERTS, FUSED
 
 ROOT = Path(__file__).parents[2]
 NAMES: tuple[Family, ...] = get_args(Family)

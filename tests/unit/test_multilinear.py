@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError
-from invrl.weights.multilinear import (
+from invrl.weights.checksums.multilinear_checksum import (
     checksum_of_slice,
     checksum_of_whole,
     checksums_of_ranks,
 )
-from invrl.weights.tensor_slice import TensorSlice
+from invrl.weights.tensors.tensor_slice import TensorSlice
 
 MATRIX = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
 
@@ -70,7 +70,11 @@ def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
 
 def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
     """Against whole numbers without a limit, so that wrapping is right."""
-    from invrl.weights.multilinear import COLUMN_SEED, ROW_SEED, coefficients
+    from invrl.weights.checksums.multilinear_checksum import (
+        COLUMN_SEED,
+        ROW_SEED,
+        coefficients,
+    )
 
     words = MATRIX.view(torch.int64)
     rows = coefficients(ROW_SEED, 0, words.shape[0]).tolist()

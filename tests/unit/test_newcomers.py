@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.newcomers import Newcomers
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.newcomers import Newcomers
+from invrl.weights.update.transaction import WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 

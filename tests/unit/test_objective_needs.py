@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
-from invrl.algorithms.example import try_objective
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.objectives import Needs, is_built_in, needs_of, objective_of
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.example import try_objective
+from invrl.algorithms.objectives.objectives import (
+    Needs,
+    is_built_in,
+    needs_of,
+    objective_of,
+)
+from invrl.algorithms.objectives.row_table import RowTable
 from invrl.errors import PluginError
 
 

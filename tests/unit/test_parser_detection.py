@@ -11,9 +11,12 @@ from tokenizers import Tokenizer
 
 from invrl.cli.main import main
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.template_check import check_calls, check_template
+from invrl.gateway.rendering.replies.parsers import Parsers, choose_parsers
+from invrl.gateway.rendering.template_check.template_check import (
+    check_calls,
+    check_template,
+)
 from invrl.gateway.types import ToolChoice
 
 TOOLS = "{%- if tools %}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{%- endif %}"

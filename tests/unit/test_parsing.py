@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from invrl.gateway.rendering.parsers import Parsers
-from invrl.gateway.rendering.reply_parser import join_deltas, reply_message
+from invrl.gateway.rendering.replies.parsers import Parsers
+from invrl.gateway.rendering.replies.reply_parser import join_deltas, reply_message
 from invrl.gateway.types import Message, Tool, ToolChoice
 
 TOOLS = (Tool(name="get_weather", parameters='{"type": "object"}'), Tool(name="halt"))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from invrl.algorithms.advantages import ADVANTAGES, advantage_function
-from invrl.algorithms.surrogates import SURROGATES, surrogate_function
-from invrl.buffer.group_filters import group_filter_function
+from invrl.algorithms.advantages.advantages import ADVANTAGES, advantage_function
+from invrl.algorithms.policy_loss.surrogates import SURROGATES, surrogate_function
+from invrl.buffer.groups.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
 from invrl.rollout.config import EvalConfig, RolloutConfig
-from invrl.rollout.tasks import load_eval_sets
+from invrl.rollout.tasks.tasks import load_eval_sets
 from invrl.user_code.plugins import (
     is_group_form,
     load_plugin,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host.ports import ReservedPort, free_port
-from invrl.host.process import ServerProcess
+from invrl.host.network.ports import ReservedPort, free_port
+from invrl.host.processes.process import ServerProcess
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from stored_rollouts import finish_lease
 
-from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger_store import check_lineage, read_ledger
+from invrl.buffer.ledger.ledger_store import check_lineage, read_ledger
+from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions

@@ -22,16 +22,20 @@ from invrl.algorithms.config import (
     SimpoConfig,
 )
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.mismatched_rows import with_mismatched_rows
-from invrl.algorithms.objectives import (
+from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives.objectives import (
     ON_PAIRS,
     Needs,
     coupling_of,
     needs_of,
     objective_of,
 )
-from invrl.algorithms.preference_losses import LARGEST_MEAN_LOGPROB, RowSums, orpo
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.preference_losses import (
+    LARGEST_MEAN_LOGPROB,
+    RowSums,
+    orpo,
+)
+from invrl.algorithms.objectives.row_table import RowTable
 from invrl.errors import TrainError
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Metric, merge, resolve

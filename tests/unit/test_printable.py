@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from invrl.host.printable import one_line, printable, trimmed
+from invrl.host.output.printable import one_line, printable, trimmed
 
 
 def test_control_and_format_characters_are_replaced_in_any_text() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host.private_file import make_private, open_private, restrict
-from invrl.host.process import ServerProcess
+from invrl.host.files.private_file import make_private, open_private, restrict
+from invrl.host.processes.process import ServerProcess
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from recorded_run import record_run
 
-from invrl.engines.sglang_answers import EngineLoad, decode_load
+from invrl.engines.client.sglang_responses import EngineLoad, decode_load
 from invrl.errors import ServerError
-from invrl.host.resident_memory import resident_memory
+from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.background import in_background
 from invrl.run.processes.process_samples import gateway_sample, memory_of, sample_memory

@@ -18,17 +18,17 @@ from loader_engines import (
     sliced_values,
 )
 
-from invrl.engines.sglang_client import SglangClient
-from invrl.engines.weight_receiver import ArenaReceiver, FolderReceiver
+from invrl.engines.client.sglang_client import SglangClient
+from invrl.engines.client.weight_receiver import ArenaReceiver, FolderReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights import in_engine
-from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.config import ArenaWeights
-from invrl.weights.engine_parameters import parameter_of
-from invrl.weights.tensor_slice import EngineRank, slices_of_rank
-from invrl.weights.transaction import load_verified
+from invrl.weights.loader import weight_loader
+from invrl.weights.tensors.engine_parameters import parameter_of
+from invrl.weights.tensors.tensor_slice import EngineRank, slices_of_rank
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
+from invrl.weights.update.transaction import load_verified
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_checksum_finds_a_wrong_slice_in_rank_1(
             rank = EngineRank(index=0, size=rank.size)
         return slices_of_rank(parameter, shape, specs, rank)
 
-    monkeypatch.setattr(in_engine, "slices_of_rank", wrong_in_rank_1)
+    monkeypatch.setattr(weight_loader, "slices_of_rank", wrong_in_rank_1)
     with pytest.raises(ChecksumError, match="13 of 19 tensors are not what was sent"):
         await load_verified(receiver, staged)
 

@@ -18,7 +18,7 @@ from slow_cases import first_quick
 from invrl.errors import PluginError
 from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.tasks import check_tasks
+from invrl.rollout.tasks.tasks import check_tasks
 from invrl.types.tasks import Task
 from invrl.user_code import plugins
 from rollout_fns import reasoning_gym_tasks as gym

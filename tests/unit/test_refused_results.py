@@ -17,16 +17,16 @@ from local_worker import worker_at
 from running_gateway import ENV_KEY, Running
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_buffer import GroupBuffer
 from invrl.errors import ConfigError, SessionError
 from invrl.interfaces import RolloutResult
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.external_environments import ExternalDispatcher
-from invrl.rollout.rewards import Rejected, valid_components
-from invrl.rollout.session_client import SessionClient, UnreportedRollout
-from invrl.rollout.tasks import check_tasks
-from invrl.rollout.worker_actor import Assignment
+from invrl.rollout.dispatch.dispatcher import Dispatcher
+from invrl.rollout.dispatch.external_environments import ExternalDispatcher
+from invrl.rollout.tasks.tasks import check_tasks
+from invrl.rollout.workers.rewards import Rejected, valid_components
+from invrl.rollout.workers.session_client import SessionClient, UnreportedRollout
+from invrl.rollout.workers.worker_actor import Assignment
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types.groups import Group

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from invrl.errors import TrainError
-from invrl.host.rendezvous import (
+from invrl.host.network.rendezvous import (
     interface_towards,
     join_store,
     listen,
@@ -129,7 +129,7 @@ def test_two_processes_form_a_group_over_the_store() -> None:
     code = """
 import sys, torch
 from datetime import timedelta
-from invrl.host.rendezvous import join_store
+from invrl.host.network.rendezvous import join_store
 limit = timedelta(seconds=60)
 store = join_store("127.0.0.1", int(sys.argv[1]), world_size=2, timeout=limit)
 torch.distributed.init_process_group("gloo", store=store, rank=1, world_size=2)

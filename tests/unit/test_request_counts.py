@@ -12,7 +12,7 @@ from gateway_workers import Workers
 from running_gateway import ASK, Running
 from starlette.types import Message, Scope
 
-from invrl.gateway.server.request_counts import (
+from invrl.gateway.server.workers.request_counts import (
     BOUNDS_S,
     CLIENT_LEFT,
     CountedApp,

@@ -12,7 +12,7 @@ from gateway_workers import Workers
 from yarl import URL
 
 from invrl.errors import SessionError
-from invrl.gateway.server.forwarder import _url_at
+from invrl.gateway.server.workers.forwarder import _url_at
 
 
 class Stranger:

@@ -17,7 +17,7 @@ from slow_cases import first_quick
 from training_rows import training_rows
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.connection import ClientConnection
+from invrl.gateway.server.http.connection import ClientConnection
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.sessions import Purpose, Session
 

@@ -10,8 +10,8 @@ import pytest
 from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 
 from invrl.errors import SessionError
-from invrl.rollout import dispatcher as module
-from invrl.rollout.dispatcher import Dispatcher
+from invrl.rollout.dispatch import dispatcher as module
+from invrl.rollout.dispatch.dispatcher import Dispatcher
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout
 

@@ -14,7 +14,7 @@ import pytest
 
 from invrl.buffer.failures import shown_detail
 from invrl.interfaces import RolloutResult
-from invrl.rollout.runner import Failure, Runner, Scored
+from invrl.rollout.workers.runner import Failure, Runner, Scored
 from invrl.types.reasons import FailureReason
 from invrl.types.tasks import Task
 

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.rollout import session_client
-from invrl.rollout.session_client import SessionClient, UnreportedRollout
+from invrl.rollout.workers import session_client
+from invrl.rollout.workers.session_client import SessionClient, UnreportedRollout
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, RolloutSummary

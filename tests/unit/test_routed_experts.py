@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from running_gateway import edited_conversation, running
 from training_rows import rows_of_pair
 
-from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
+from invrl.engines.client.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.row_checksums import experts_item
 from invrl.types.batches import TrainSample

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs, try_objective
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.losses import policy_loss
-from invrl.algorithms.objectives import Needs, needs_of
-from invrl.algorithms.router_shift import layer_shift, score_logprobs
+from invrl.algorithms.objectives.example import example_inputs, try_objective
+from invrl.algorithms.objectives.objectives import Needs, needs_of
+from invrl.algorithms.policy_loss.losses import policy_loss
+from invrl.algorithms.policy_loss.router_shift import layer_shift, score_logprobs
 from invrl.cli.checks.model_checks import check_trainable
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError

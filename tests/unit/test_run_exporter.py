@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stored_rollouts import summary_of
 
-from invrl.buffer.event_counts import BufferCounts
-from invrl.engines.fleet_state import FleetState
+from invrl.buffer.groups.event_counts import BufferCounts
+from invrl.engines.fleet.fleet_state import FleetState
 from invrl.observe.metrics.metric_families import FAMILIES
 from invrl.observe.metrics.run_exporter import Histogram, RunExporter
 from invrl.observe.metrics.step_metrics import (
@@ -25,7 +25,7 @@ from invrl.observe.metrics.step_metrics import (
     update_metrics,
 )
 from invrl.observe.sinks.sinks import JsonlSink
-from invrl.rollout.evaluation import EvalScore
+from invrl.rollout.dispatch.evaluation import EvalScore
 from invrl.run.processes import metrics_sources as sources
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from stored_rollouts import open_session, stored_session, turn
 
-from invrl.buffer.ledger_store import LedgerStore
+from invrl.buffer.ledger.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
-from invrl.gateway.server.heartbeat_page import beat_interval_s
+from invrl.gateway.server.processes.heartbeat_page import beat_interval_s
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore, branches

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from invrl.errors import TrainError
 from invrl.train.weights.safetensors_file import write_safetensors
-from invrl.weights.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import spec_of
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from running_gateway import ASK, running
 from tiny_model import make_tiny_model
 
 from invrl.cli.commands.serve import with_long_answers
-from invrl.engines.sglang_client import EngineLimits
+from invrl.engines.client.sglang_client import EngineLimits
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.run.settings.config import Source, resolve
 

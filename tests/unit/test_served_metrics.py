@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from invrl.buffer.event_counts import BufferCounts
-from invrl.engines.fleet_state import FleetState
+from invrl.buffer.groups.event_counts import BufferCounts
+from invrl.engines.fleet.fleet_state import FleetState
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks.sinks import JsonlSink
 from invrl.run.processes import served_metrics

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.engines import engine_server
+from invrl.engines.launch import engine_server
 from invrl.errors import ServerError
-from invrl.host import process
-from invrl.host.process import ENDED, STOPPED, ServerProcess, state_of
+from invrl.host.processes import process
+from invrl.host.processes.process import ENDED, STOPPED, ServerProcess, state_of
 
 WAITS = """
 import signal, time

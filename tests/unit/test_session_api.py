@@ -26,7 +26,7 @@ from training_rows import training_rows
 from invrl.cli.flags import parse_flags
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.session_bodies import (
+from invrl.gateway.server.routes.session_bodies import (
     Opened,
     OpenedSession,
     Rewarded,
@@ -36,7 +36,7 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
-from invrl.host.lived_time import LivedTime
+from invrl.host.processes.lived_time import LivedTime
 from invrl.run.settings.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 import pytest
 
-from invrl.engines import sglang_args
-from invrl.engines.sglang_args import (
+from invrl.engines.client.sglang_client import NEUTRAL_SAMPLING
+from invrl.engines.launch import sglang_args
+from invrl.engines.launch.sglang_args import (
     ROUTER_OWNED,
     SGLANG_HARMLESS,
     SGLANG_OWNED,
@@ -25,7 +26,6 @@ from invrl.engines.sglang_args import (
     sglang_flags,
     sglang_parser,
 )
-from invrl.engines.sglang_client import NEUTRAL_SAMPLING
 from invrl.errors import ConfigError
 from invrl.run.settings.contradictions import _SEEDED_BACKENDS
 
@@ -335,7 +335,7 @@ def test_alias_of_a_refused_option_is_refused() -> None:
 
 def test_sglang_arguments_import_neither_torch_nor_sglang() -> None:
     program = (
-        "import sys; import invrl.engines.sglang_args as a; assert a.sglang_flags({}) == [];"
+        "import sys; import invrl.engines.launch.sglang_args as a; assert a.sglang_flags({}) == [];"
         "assert not {'torch', 'sglang', 'sglang_router'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -10,8 +10,8 @@ from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import choose_parsers
-from invrl.gateway.rendering.shared_tools import SharedTools
+from invrl.gateway.rendering.replies.parsers import choose_parsers
+from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.types import Tool
 from invrl.types.sessions import Session
 

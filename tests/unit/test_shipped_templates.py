@@ -10,10 +10,10 @@ import pytest
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.reply_parser import join_deltas, reply_message
-from invrl.gateway.rendering.template_check import check_template
+from invrl.gateway.rendering.replies.parsers import choose_parsers
+from invrl.gateway.rendering.replies.reply_parser import join_deltas, reply_message
+from invrl.gateway.rendering.template_check.template_check import check_template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall, ToolChoice
 
 every_template = pytest.mark.parametrize("name", list(SHIPPED_TEMPLATES))

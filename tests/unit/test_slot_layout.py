@@ -10,8 +10,8 @@ import pytest
 
 from invrl.errors import LayoutError
 from invrl.types.weights import TensorSpec
-from invrl.weights.slot_layout import slot_layout
-from invrl.weights.tensor_spec import num_bytes
+from invrl.weights.tensors.tensor_spec import num_bytes
+from invrl.weights.transports.slot_layout import slot_layout
 
 LAYER = "model.layers.0"
 

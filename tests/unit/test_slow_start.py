@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from invrl.errors import ConfigError, ServerError
-from invrl.host.wait_lines import overload, tell_waits
+from invrl.host.output.wait_lines import overload, tell_waits
 from invrl.run.processes import ray_session
 
 

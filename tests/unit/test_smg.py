@@ -15,11 +15,11 @@ from tiny_model import make_tiny_model
 from invrl.cli import installation
 from invrl.cli import main as cli
 from invrl.cli.commands import install as install_command
-from invrl.engines import router_server, smg
-from invrl.engines.engine_server import EngineServer
-from invrl.engines.fleet import Fleet
-from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_args import ROUTER_OWNED, entry_for, router_flags
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_server import EngineServer
+from invrl.engines.launch.sglang_args import ROUTER_OWNED, entry_for, router_flags
+from invrl.engines.router import router_server, smg
+from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ConfigError
 from invrl.run.settings.config import Source, resolve
 
@@ -198,9 +198,9 @@ def test_smg_calls_its_engines_with_the_given_key(
         commands[name] = command
         keys[name] = env["INVRL_KEY_FLAGS"]
 
-    monkeypatch.setattr("invrl.host.process.ServerProcess.__init__", start)
+    monkeypatch.setattr("invrl.host.processes.process.ServerProcess.__init__", start)
     monkeypatch.setattr(
-        "invrl.engines.engine_launcher.ForkParent", lambda module, log: None
+        "invrl.engines.launch.engine_launcher.ForkParent", lambda module, log: None
     )
     settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
     config = resolve(Source(name="test", tables={"engine": settings})).engine

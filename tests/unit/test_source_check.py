@@ -12,7 +12,7 @@ import pytest
 
 from invrl.errors import PluginError
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.tasks import check_tasks, load_tasks
+from invrl.rollout.tasks.tasks import check_tasks, load_tasks
 from invrl.types.groups import GroupOutcome
 from invrl.types.task_state import TaskStateError, stored_state
 from invrl.types.tasks import Task

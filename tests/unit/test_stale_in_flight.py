@@ -16,12 +16,12 @@ import pytest
 from running_gateway import ASK, MORE, Running, eventually, running
 from small_buffer import failed, finished
 
-from invrl.buffer import buffer_actor
-from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.ledger_store import read_ledger
-from invrl.buffer.open_group import RolloutState
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.ledger.ledger_store import read_ledger
+from invrl.buffer.ledger.open_group import RolloutState
+from invrl.buffer.process import buffer_actor
+from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.config import RolloutConfig
 from invrl.types.groups import DroppedGroup

@@ -15,7 +15,7 @@ import pytest
 from run_config import config
 from slow_cases import first_quick
 
-from invrl.host.process import still_running
+from invrl.host.processes.process import still_running
 from invrl.run.processes.supervisor import BLOCKED_GRACE_S
 from invrl.run.settings.folder import make_run_folder
 
@@ -38,9 +38,9 @@ with folder.held("train"):
 DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from invrl.host import lifeline
+from invrl.host.processes import lifeline
 from invrl.run.checkpoints.checkpoints import Checkpoints
-from invrl.host.lifeline import NoteKind
+from invrl.host.processes.lifeline import NoteKind
 
 place = Path(sys.argv[1])
 incarnations = place / "incarnations"
@@ -213,7 +213,7 @@ def test_only_drivers_have_the_keys_of_the_command(start: Start) -> None:
 import os
 os.environ["INVRL_ENV_KEY"] = "env-of-the-user-0123456789"
 os.environ["RAY_AUTH_TOKEN"] = "token-of-ray-0123456789"
-from invrl.host.environment_keys import hold_keys
+from invrl.host.processes.environment_keys import hold_keys
 hold_keys()
 print(sorted({"INVRL_ENV_KEY", "RAY_AUTH_TOKEN"} & set(os.environ)), flush=True)
 """
@@ -230,7 +230,7 @@ sys.exit(1)"""
 def test_guardians_of_earlier_incarnations_have_ended(start: Start) -> None:
     body = """
 import psutil
-from invrl.host.guardian import start_guardian
+from invrl.host.processes.guardian import start_guardian
 start_guardian()
 
 def watched():
@@ -241,7 +241,7 @@ def watched():
             command = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        if "invrl.host.guardian" in command:
+        if "invrl.host.processes.guardian" in command:
             found.append(int(command[-2]))
     return found
 

@@ -16,15 +16,15 @@ from small_buffer import failure, lease_all, make, summary, tasks
 from stored_rollouts import finish as finish_session
 from stored_rollouts import summary_of
 
-from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureReporter
-from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import nonzero_variance
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.groups.group_buffer import GroupBuffer
+from invrl.buffer.groups.group_filters import nonzero_variance
+from invrl.buffer.groups.snapshot import BufferSnapshot
+from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.errors import BufferStateError
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.curriculum import CURRICULA, Curriculum
+from invrl.rollout.tasks.curriculum import CURRICULA, Curriculum
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
 from invrl.types.groups import Group, GroupOutcome
 from invrl.types.metrics import resolve

@@ -12,8 +12,8 @@ import pytest
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.task_checks import check_held_out_labels, check_labels
 from invrl.rollout.config import EvalConfig, RolloutConfig
-from invrl.rollout.task_labels import guess_notes, missing_labels
-from invrl.rollout.tasks import held_out_only, load_tasks
+from invrl.rollout.tasks.task_labels import guess_notes, missing_labels
+from invrl.rollout.tasks.tasks import held_out_only, load_tasks
 from invrl.run.settings.config import Config, Source, resolve
 from invrl.user_code.source import reads_attribute
 

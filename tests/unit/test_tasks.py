@@ -12,10 +12,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from invrl.buffer.task_feed import TaskFeed
+from invrl.buffer.groups.task_feed import TaskFeed
 from invrl.errors import ConfigError, PluginError
 from invrl.rollout.config import EvalConfig, RolloutConfig
-from invrl.rollout.tasks import check_tasks, held_out_only, load_eval_tasks, load_tasks
+from invrl.rollout.tasks.tasks import (
+    check_tasks,
+    held_out_only,
+    load_eval_tasks,
+    load_tasks,
+)
 from invrl.types.tasks import Task
 
 

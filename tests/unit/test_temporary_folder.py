@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host.temporary_folder import TemporaryFolder, remove_abandoned
+from invrl.host.files.temporary_folder import TemporaryFolder, remove_abandoned
 
 OWNER = """
 import sys
 from pathlib import Path
-from invrl.host.temporary_folder import TemporaryFolder
+from invrl.host.files.temporary_folder import TemporaryFolder
 
 folder = TemporaryFolder("engine", parent=Path(sys.argv[1]))
 (folder.path / "socket").touch()
@@ -46,7 +46,7 @@ print(wandb.__name__)
 ROLLOUT_WORKER = """
 import asyncio, os, signal, subprocess, sys, tempfile
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+from invrl.rollout.workers.worker_actor import RolloutWorker, WorkerSettings
 
 async def rollout(task, endpoint):
     return 0.0

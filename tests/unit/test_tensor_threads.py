@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from invrl.weights import tensor_threads
-from invrl.weights.tensor_threads import by_threads
+from invrl.weights.checksums import tensor_threads
+from invrl.weights.checksums.tensor_threads import by_threads
 
 Named = tuple[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.engines.sglang_answers import events_of
+from invrl.engines.client.sglang_responses import events_of
 from invrl.gateway.rendering.text_stream import TextStream
 
 Decode = Callable[[Sequence[int]], str]

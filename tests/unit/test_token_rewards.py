@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from handmade_rollouts import rollout, summary, turn
 
-from invrl.algorithms.advantages import dr_grpo
-from invrl.algorithms.credit import CreditRules
+from invrl.algorithms.advantages.advantages import dr_grpo
+from invrl.algorithms.advantages.credit import CreditRules
 from invrl.buffer.config import RewardUse
-from invrl.buffer.token_rewards import token_rewards
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.samples.token_rewards import token_rewards
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.errors import ConfigError
 from invrl.types.batches import TakenBatch
 from invrl.types.groups import Group

@@ -17,9 +17,9 @@ from tokenizer_kinds import CHATML, KINDS, make_tokenizer_folder
 from invrl.datasets.branches import branches
 from invrl.datasets.rows import Dialogue
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.template_check import check_template
+from invrl.gateway.rendering.replies.parsers import Parsers
+from invrl.gateway.rendering.template_check.template_check import check_template
 from invrl.gateway.types import Message, Prompt, Tool
 
 QUICK_KIND = "space before the first word"

@@ -20,13 +20,13 @@ from fakes import FakeEngine, random_reply
 from loop_parts import save_nothing, sync_at_once
 from trace_collector import Collector, running_collector
 
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.http.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.routes.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.traces import (
+from invrl.host.output.traces import (
     SpanPlace,
     Traces,
     child_span,

@@ -16,10 +16,10 @@ from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
 from training_rows import training_rows
 
-from invrl.algorithms.advantages import dr_grpo, grpo
+from invrl.algorithms.advantages.advantages import dr_grpo, grpo
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.buffer.group_filters import nonzero_variance
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.groups.group_filters import nonzero_variance
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
 from invrl.types.batches import TakenBatch

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from invrl.rollout.runner import Failure, Runner
+from invrl.rollout.workers.runner import Failure, Runner
 from invrl.types.reasons import FailureReason
 from invrl.types.tasks import Task
 from invrl.user_code.plugins import load_rollout_function

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.value_loss import value_loss, value_losses
+from invrl.algorithms.policy_loss.value_loss import value_loss, value_losses
 from invrl.types.metrics import resolve
 
 NUMBERS = st.floats(-5, 5, allow_nan=False, width=32)

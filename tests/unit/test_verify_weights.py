@@ -20,10 +20,10 @@ from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.canary import CanaryBound
-from invrl.weights.newcomers import Newcomers
-from invrl.weights.transaction import Committed, WeightTransaction
-from invrl.weights.verification import ReadBack, Verification, compare
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.newcomers import Newcomers
+from invrl.weights.update.transaction import Committed, WeightTransaction
+from invrl.weights.update.verification import ReadBack, Verification, compare
 
 LAYOUT = tuple(
     TensorSpec(name=name, shape=(2, 3), dtype="bfloat16") for name in ("a", "b")

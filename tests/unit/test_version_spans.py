@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from invrl.engines.version_spans import EngineSpan, VersionTracker
+from invrl.engines.client.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError
 
 

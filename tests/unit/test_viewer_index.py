@@ -8,7 +8,7 @@ import pytest
 from indexed_run import refreshed, rollout_rows, session_ids
 from recorded_run import RecordedRun, record_run
 
-from invrl.buffer.ledger_store import LedgerStore
+from invrl.buffer.ledger.ledger_store import LedgerStore
 from invrl.errors import ConfigError
 from invrl.gateway.types import Message, ToolCall
 from invrl.types.reasons import DropReason, FailureReason

@@ -11,7 +11,7 @@ import pytest
 from recorded_run import record_run
 
 from invrl.observe.status.outcome import outcome_line, telling_metrics
-from invrl.rollout.evaluation import EvalScore, Evaluation, gain_interval
+from invrl.rollout.dispatch.evaluation import EvalScore, Evaluation, gain_interval
 from invrl.run.loop.held_out import HeldOutEvaluations
 from invrl.run.settings.config import resolve
 from invrl.viewer.viewed_run import ViewedRun

@@ -19,12 +19,12 @@ from folder_trainer import FolderTrainer, names
 from small_buffer import started_on_held_ledger
 from stored_rollouts import finish_lease
 
-from invrl.buffer.ledger_store import check_lineage, read_ledger
+from invrl.buffer.ledger.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
-from invrl.host import disk_waits
-from invrl.host.disk import is_full, write_atomically
-from invrl.host.disk_waits import DiskWait, until_written
-from invrl.host.incidents import incidents_shown
+from invrl.host.files import disk_waits
+from invrl.host.files.disk import is_full, write_atomically
+from invrl.host.files.disk_waits import DiskWait, until_written
+from invrl.host.output.incidents import incidents_shown
 from invrl.observe.sinks import token_recorder
 from invrl.observe.sinks.sinks import JsonlSink, RunObserver
 from invrl.observe.sinks.token_recorder import TokenRecorder

@@ -12,9 +12,9 @@ import torch
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
-from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.transports.slot_lease import SlotLease
 
 SPECS = (
     TensorSpec(name="a", shape=(3, 5), dtype="float32"),

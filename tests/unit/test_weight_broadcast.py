@@ -15,19 +15,19 @@ import torch
 from slow_cases import first_quick
 
 from benchmarks.weight_updates.loader_server import LoaderServer
-from invrl.engines.weight_receiver import BroadcastReceiver
+from invrl.engines.client.weight_receiver import BroadcastReceiver
 from invrl.errors import WeightSyncError
-from invrl.host.fork_parent import ForkParent
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
-from invrl.weights import broadcast, broadcast_loads
-from invrl.weights.broadcast import Piece, pieces_of_buckets
-from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.canary import CanaryBound
 from invrl.weights.config import ArenaWeights
-from invrl.weights.tensor_spec import checksum
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports import broadcast, broadcast_loads
+from invrl.weights.transports.broadcast import Piece, pieces_of_buckets
+from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.transports.broadcaster import Broadcaster
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 TIMEOUT_S = 4.0
 SETTINGS = ArenaWeights.model_validate({"timeout_s": 30 * TIMEOUT_S})

@@ -31,11 +31,11 @@ from weight_faults import (
 )
 
 from benchmarks.weight_updates.loader_server import LoaderServer
-from invrl.engines import weight_receiver
-from invrl.engines.weight_receiver import EngineReceiver
-from invrl.host.fork_parent import ForkParent
+from invrl.engines.client import weight_receiver
+from invrl.engines.client.weight_receiver import EngineReceiver
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.weights import TensorSpec
-from invrl.weights import broadcast_loads
+from invrl.weights.transports import broadcast_loads
 
 REPETITIONS = int(os.environ.get("INVRL_FAULT_REPETITIONS", "1"))
 START_S = 120.0

@@ -23,16 +23,16 @@ from invrl.interfaces import StagedWeights
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.delta_folder import (
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,
     DeltaHandle,
     load_chain,
 )
-from invrl.weights.file_server import WeightFileServer
-from invrl.weights.tensor_spec import checksum
-from invrl.weights.weight_files import FetchedFiles, FileSource, ServedHandle
-from invrl.weights.weight_folder import WEIGHTS_NAME, read_folder
+from invrl.weights.transports.file_server import WeightFileServer
+from invrl.weights.transports.weight_files import FetchedFiles, FileSource, ServedHandle
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME, read_folder
 
 LAYOUT = (
     TensorSpec(name="a", shape=(64, 50), dtype="float32"),

@@ -23,10 +23,12 @@ import torch
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights import arena, checksums, in_engine
-from invrl.weights.arena import ArenaHandle, ArenaWriter
-from invrl.weights.in_engine import LoaderRequest, read_reply
-from invrl.weights.tensor_spec import copy_hashed
+from invrl.weights.checksums import checksums
+from invrl.weights.loader import weight_loader
+from invrl.weights.loader.weight_loader import LoaderRequest, read_reply
+from invrl.weights.tensors.tensor_spec import copy_hashed
+from invrl.weights.transports import arena
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
 
 LAYOUT = tuple(
     TensorSpec(
@@ -76,7 +78,7 @@ class Child:
     """A process that answers calls with the results of `answer`."""
 
     def __init__(self, answer: Callable[[Any], object]) -> None:
-        CLEAN.set_forkserver_preload(["torch", "invrl.weights.in_engine"])
+        CLEAN.set_forkserver_preload(["torch", "invrl.weights.loader.weight_loader"])
         self._connection, theirs = CLEAN.Pipe()
         self.process = CLEAN.Process(target=serve, args=(theirs, answer), daemon=True)
         self.process.start()
@@ -130,7 +132,7 @@ class Engine:
                 named_parameters=parameters.items, modules=lambda: ()
             )
         request = LoaderRequest(reply_path=self._reply_path, tensors=LAYOUT, **question)
-        in_engine.run(
+        weight_loader.run(
             self._model, [(msgspec.json.encode(request).decode(), torch.empty(0))]
         )  # type: ignore[arg-type]
         try:

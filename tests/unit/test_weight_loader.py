@@ -18,13 +18,15 @@ import torch
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights import arena, engine_parameters, in_engine
-from invrl.weights.arena import ArenaHandle, ArenaWriter
-from invrl.weights.buckets import BucketSender
-from invrl.weights.in_engine import LoaderRequest, plan, read_reply, run
-from invrl.weights.slot_layout import SlotLayout, slot_layout
-from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.loader import weight_loader
+from invrl.weights.loader.weight_loader import LoaderRequest, plan, read_reply, run
+from invrl.weights.tensors import engine_parameters
+from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.transports import arena
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
+from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.slot_layout import SlotLayout, slot_layout
+from invrl.weights.transports.slot_lease import SlotLease
 
 SHAPES = {
     "model.embed_tokens.weight": (10, 4),
@@ -177,7 +179,7 @@ class TestThePlanThatIsKept:
             self.plans += 1
             return plan(*arguments)
 
-        monkeypatch.setattr(in_engine, "plan", counted)
+        monkeypatch.setattr(weight_loader, "plan", counted)
 
     def test_plan_of_the_layout_check_serves_the_loads(self, tmp_path: Path) -> None:
         writer = ArenaWriter(tuple(SPECS))
@@ -406,7 +408,7 @@ def test_an_engine_that_fuses_in_another_order_cannot_alias(
     monkeypatch.setitem(
         engine_parameters.FUSED, "gate_up_proj", ("up_proj", "gate_proj")
     )
-    monkeypatch.setattr(in_engine, "slot_layout", lambda _: SlotLayout(OFFSETS, 0))
+    monkeypatch.setattr(weight_loader, "slot_layout", lambda _: SlotLayout(OFFSETS, 0))
     with pytest.raises(LayoutError, match="at another place than a slot"):
         ask(engine(), tmp_path, alias=True)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from loader_engines import LAYOUT, LoaderEngine, receiver_of
 
-from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import WeightVersion
-from invrl.weights import in_engine
-from invrl.weights.arena import ArenaWriter
+from invrl.weights.loader import weight_loader
+from invrl.weights.transports.arena import ArenaWriter
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ class TestAnAlias:
         assert await load(receiver, stage(writer, 1))
         with monkeypatch.context() as patched:
             patched.setattr(
-                in_engine, "_point_at", lambda model, views, lease: lease.release()
+                weight_loader, "_point_at", lambda model, views, lease: lease.release()
             )
             assert not await load(receiver, stage(writer, 2))
         assert await load(receiver, stage(writer, 2))

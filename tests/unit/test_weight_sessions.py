@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from invrl.engines.engine_server import WEIGHT_LOADER
-from invrl.engines.weight_sessions import leave_unpacked_modules, load_in_one_step
+from invrl.engines.inside_sglang.atomic_weight_load import (
+    WEIGHT_LOADER,
+    leave_unpacked_modules,
+    load_in_one_step,
+)
 from invrl.host import sglang_on_cpu
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights import fleet_update
-from invrl.weights import transaction as weight_sync
-from invrl.weights.canary import CanaryBound
-from invrl.weights.transaction import WeightTransaction
+from invrl.weights.update import fleet_update
+from invrl.weights.update import transaction as weight_sync
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 PHASES = ("check", "pause", "load", "checksums", "commit", "resume", "logprobs")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.rollout.worker_log import WorkerLog, log_name
+from invrl.rollout.workers.worker_log import WorkerLog, log_name
 
 KEY = "isk-0" + "aB3_-" * 8 + "x9="
 
@@ -22,7 +22,7 @@ def printed(path: Path, program: str) -> str:
     before = f"""
         import logging, os, subprocess, sys, threading
         from pathlib import Path
-        from invrl.rollout.worker_log import WorkerLog
+        from invrl.rollout.workers.worker_log import WorkerLog
         print("before")
         log = WorkerLog(Path({str(path)!r}))
         log.take_output()
@@ -117,7 +117,7 @@ def test_missing_log_folder_does_not_end_the_worker(tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
         from pathlib import Path
-        from invrl.rollout.worker_log import WorkerLog
+        from invrl.rollout.workers.worker_log import WorkerLog
         WorkerLog(Path({str(tmp_path / "nowhere" / "log")!r})).take_output()
         print("goes on")
         """

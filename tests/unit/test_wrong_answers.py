@@ -13,13 +13,13 @@ import pytest
 from fakes import FakeEngine, random_reply
 from running_gateway import ASK, ENV_KEY, running
 
-from invrl.engines.engine_health import wrong_answer
-from invrl.engines.sglang_client import (
+from invrl.engines.client.sglang_client import (
     EngineLimits,
     GenerateEnd,
     GenerateRequest,
     SglangClient,
 )
+from invrl.engines.fleet.engine_health import wrong_answer
 from invrl.errors import ServerError, WrongAnswerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.sessions import Sampling

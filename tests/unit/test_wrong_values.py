@@ -11,7 +11,7 @@ from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.tasks import check_tasks
+from invrl.rollout.tasks.tasks import check_tasks
 from invrl.run.settings.config import resolve
 from invrl.user_code.near_path import fix_of_path
 

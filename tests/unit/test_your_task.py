@@ -18,7 +18,7 @@ from invrl.algorithms.presets import PRESETS
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.interfaces import RolloutResult
-from invrl.rollout.tasks import load_eval_tasks, load_tasks
+from invrl.rollout.tasks.tasks import load_eval_tasks, load_tasks
 from invrl.run.settings.config import Config, resolve
 from invrl.types.tasks import Task
 

@@ -35,6 +35,6 @@ def check_data(config: Config) -> str:
 def _check_objective(config: Config) -> None:
     """Check that it is built in, or a function that can be called as an objective.
     Raises PluginError."""
-    from invrl.algorithms.objectives import objective_of
+    from invrl.algorithms.objectives.objectives import objective_of
 
     objective_of(config.algorithm)

@@ -38,7 +38,7 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Describe this machine. A container's limit also bounds the memory."""
-    from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
+    from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
 
     memory_free, memory_total = memory_of(_CONTROL_GROUP)
     shared_memory = 0

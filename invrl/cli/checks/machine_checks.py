@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
 from invrl.cli.checks.doubts import Doubt, LikelyFailure
 from invrl.cli.checks.machine import Machine, installed_version
 from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
-from invrl.host import ray_memory
-from invrl.host.disk import FULL_BYTES, full_disk, space_left
+from invrl.host.files.disk import FULL_BYTES, full_disk, space_left
+from invrl.host.ray import ray_memory
 from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
@@ -84,7 +84,7 @@ def check_packages(config: Config, machine: Machine) -> str:
 
 def packages_missing(error: ImportError) -> ConfigError:
     """Return the error for a package that a check could not import."""
-    from invrl.engines.engine_server import count_gpus
+    from invrl.engines.launch.engine_server import count_gpus
 
     reason = "a package that invrl needs cannot be imported"
     return ConfigError(

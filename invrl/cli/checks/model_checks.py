@@ -7,7 +7,7 @@ its chat template.
 import asyncio
 from pathlib import Path
 
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
@@ -234,7 +234,7 @@ def _renders(folder: Path, gateway: GatewayConfig) -> bool:
 
 
 def _load_parsers(gateway: GatewayConfig) -> None:
-    from invrl.gateway.rendering.parsers import named_parsers
+    from invrl.gateway.rendering.replies.parsers import named_parsers
 
     # SGLang's import is slow, so it is imported only for a parser that is named.
     tool_calls = gateway.tool_call_parser

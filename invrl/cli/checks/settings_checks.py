@@ -12,8 +12,8 @@ from pathlib import Path
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
-from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
-from invrl.host.rendezvous import listen
+from invrl.host.network.rendezvous import listen
+from invrl.host.processes.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
 from invrl.run.settings.config import Config
 from invrl.weights.config import CollectiveWeights, FileWeights
 
@@ -75,8 +75,8 @@ def check_row_length(config: Config) -> str:
 def longest_conversation(config: Config) -> int:
     """Return the most tokens of a conversation in a training run: the engines' limit
     for this model, or a lower one of the settings."""
-    from invrl.engines.engine_server import max_total_tokens
-    from invrl.engines.sglang_client import EngineLimits
+    from invrl.engines.client.sglang_client import EngineLimits
+    from invrl.engines.launch.engine_server import max_total_tokens
 
     limits = EngineLimits.of(
         config.model.folder, max_total_tokens=max_total_tokens(config.engine)
@@ -90,10 +90,10 @@ def check_algorithm(config: Config) -> None:
     """Check that advantage, policy loss, objective and group filter are built in, or
     functions that can be called as such. A user's policy loss or objective is called
     once."""
-    from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.objectives import is_built_in, needs_of
-    from invrl.algorithms.surrogates import SURROGATES, surrogate_function
-    from invrl.buffer.group_filters import group_filter_function
+    from invrl.algorithms.advantages.advantages import advantage_function
+    from invrl.algorithms.objectives.objectives import is_built_in, needs_of
+    from invrl.algorithms.policy_loss.surrogates import SURROGATES, surrogate_function
+    from invrl.buffer.groups.group_filters import group_filter_function
 
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
@@ -105,18 +105,18 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError("critic.data_parallel_size", value, reason, fix)
     group_filter_function(config.buffer.group_filter)
     if config.algorithm.policy_loss not in SURROGATES:
-        from invrl.algorithms.example import try_surrogate
+        from invrl.algorithms.objectives.example import try_surrogate
 
         try_surrogate(config.algorithm)
     if not is_built_in(config.algorithm.objective):
-        from invrl.algorithms.example import try_objective
+        from invrl.algorithms.objectives.example import try_objective
 
         try_objective(config.algorithm)
 
 
 def check_off_policy(config: Config) -> None:
     """Check that a batch sampled by older weights is trained with a correction."""
-    from invrl.algorithms.objectives import is_built_in
+    from invrl.algorithms.objectives.objectives import is_built_in
 
     algorithm = config.algorithm
     staleness = config.buffer.max_staleness
@@ -191,7 +191,7 @@ def check_saved_batches(config: Config) -> None:
 
 
 def check_sglang_options(config: Config) -> None:
-    from invrl.engines.sglang_args import sglang_flags
+    from invrl.engines.launch.sglang_args import sglang_flags
 
     sglang_flags(config.sglang)
 
@@ -199,7 +199,7 @@ def check_sglang_options(config: Config) -> None:
 def check_router(config: Config) -> str:
     """Check that smg is installed, if it is wanted. sglang-router is one of the
     packages that every run needs."""
-    from invrl.engines.smg import find_smg
+    from invrl.engines.router.smg import find_smg
 
     if config.engine.router != "smg":
         return config.engine.router
@@ -208,8 +208,8 @@ def check_router(config: Config) -> str:
 
 
 def check_router_options(config: Config) -> None:
-    from invrl.engines.sglang_args import router_flags
-    from invrl.engines.smg import find_smg
+    from invrl.engines.launch.sglang_args import router_flags
+    from invrl.engines.router.smg import find_smg
 
     installed_smg = None
     if config.engine.router == "smg":

@@ -35,13 +35,13 @@ def check_eval_sets(config: Config) -> None:
 def check_held_out_tasks(config: Config) -> None:
     """Check that all held-out tasks can be read, and that there are as many as the
     settings demand."""
-    from invrl.rollout.tasks import load_eval_sets
+    from invrl.rollout.tasks.tasks import load_eval_sets
 
     load_eval_sets(config.rollout, config.run.seed)
 
 
 def check_tasks(config: Config) -> object:
-    from invrl.rollout import tasks
+    from invrl.rollout.tasks import tasks
 
     return tasks.check_tasks(config.rollout, config.run.seed)
 
@@ -55,9 +55,9 @@ def check_held_out_apart(config: Config) -> str:
     """Check that held-out tasks are not training tasks. Of a possibly endless source,
     only the first training tasks are compared, and only if all of them are held-out
     tasks is it doubted."""
-    from invrl.rollout.held_out_overlap import shared_tasks
-    from invrl.rollout.source_check import has_feedback
-    from invrl.rollout.tasks import load_eval_sets, load_tasks, read_task_file
+    from invrl.rollout.tasks.held_out_overlap import shared_tasks
+    from invrl.rollout.tasks.source_check import has_feedback
+    from invrl.rollout.tasks.tasks import load_eval_sets, load_tasks, read_task_file
 
     rollout = config.rollout
     if not rollout.eval.tasks:
@@ -91,8 +91,8 @@ def check_held_out_apart(config: Config) -> str:
 def check_labels(config: Config) -> str:
     """Check that training and held-out tasks have labels, if the user's code reads
     them."""
-    from invrl.rollout.source_check import has_feedback
-    from invrl.rollout.tasks import load_tasks
+    from invrl.rollout.tasks.source_check import has_feedback
+    from invrl.rollout.tasks.tasks import load_tasks
 
     fault = ""
     if config.rollout.task_source_path:
@@ -105,7 +105,7 @@ def check_labels(config: Config) -> str:
 def check_held_out_labels(config: Config) -> str:
     """Check that the tasks of `invrl eval` have labels, if the user's code reads
     them."""
-    from invrl.rollout.tasks import load_tasks
+    from invrl.rollout.tasks.tasks import load_tasks
 
     fault = ""
     if config.rollout.task_source_path and not config.rollout.eval.sets:
@@ -132,7 +132,7 @@ def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
 def _labels(config: Config, source_fault: str) -> str:
     """Return the fields of the labels, if they were guessed. Raises `Doubt` if tasks
     have no label and user code reads one."""
-    from invrl.rollout.task_labels import guess_notes, missing_labels
+    from invrl.rollout.tasks.task_labels import guess_notes, missing_labels
     from invrl.user_code.source import reads_attribute
 
     rollout = config.rollout

@@ -6,9 +6,11 @@ from invrl.cli.arguments import split_options
 from invrl.cli.command import CommandFailed
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import choose_parsers
-from invrl.gateway.rendering.template_check import check_template as check_conversations
-from invrl.gateway.rendering.template_check import missing_tools, report
+from invrl.gateway.rendering.replies.parsers import choose_parsers
+from invrl.gateway.rendering.template_check.template_check import (
+    check_template as check_conversations,
+)
+from invrl.gateway.rendering.template_check.template_check import missing_tools, report
 from invrl.run.processes.driver_commands import FAILURE_EXIT
 from invrl.run.settings.config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder

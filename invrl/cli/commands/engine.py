@@ -1,5 +1,5 @@
 """`invrl engine`: one standalone engine, which other runs use
-(`engines/external_engine.py`).
+(`engines/launch/external_engine.py`).
 
 It serves until Ctrl-C, TERM, or its own death; then all of its processes have ended.
 After kill -9 of this process the kernel and the guardian end them.
@@ -15,15 +15,15 @@ from pathlib import Path
 from invrl.cli.arguments import split_options
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import checked_configuration
-from invrl.engines.engine_health import Clock, until_ended
-from invrl.engines.engine_server import EnginePlace, EngineServer
-from invrl.engines.sglang_args import flags_of_run
+from invrl.engines.fleet.engine_health import Clock, until_ended
+from invrl.engines.launch.engine_server import EnginePlace, EngineServer
+from invrl.engines.launch.sglang_args import flags_of_run
 from invrl.errors import ConfigError, InvrlError, ServerError
-from invrl.host import interrupts
-from invrl.host.environment_keys import ENGINE_KEY, take_engine_key
-from invrl.host.guardian import start_guardian
-from invrl.host.temporary_folder import remove_abandoned
-from invrl.host.traces import traces_endpoint
+from invrl.host.files.temporary_folder import remove_abandoned
+from invrl.host.output.traces import traces_endpoint
+from invrl.host.processes import interrupts
+from invrl.host.processes.environment_keys import ENGINE_KEY, take_engine_key
+from invrl.host.processes.guardian import start_guardian
 from invrl.run.processes.driver_commands import FAILURE_EXIT
 from invrl.run.settings.config import Config
 

@@ -20,13 +20,13 @@ from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import print_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
-from invrl.engines import smg
-from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk, write_patiently
-from invrl.host.incidents import incidents_shown
-from invrl.host.printable import for_stdout
-from invrl.host.wait_lines import tell_waits
-from invrl.rollout.task_labels import guess_notes
+from invrl.engines.router import smg
+from invrl.host.files.disk_waits import watch_disk, write_patiently
+from invrl.host.output.incidents import incidents_shown
+from invrl.host.output.printable import for_stdout
+from invrl.host.output.wait_lines import tell_waits
+from invrl.host.processes import interrupts
+from invrl.rollout.tasks.task_labels import guess_notes
 from invrl.run.loop.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.processes import supervisor
 from invrl.run.processes.awaited_work import PartsStarting
@@ -37,7 +37,7 @@ from invrl.run.settings.folder import hold_run_folder
 from invrl.store.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from invrl.rollout.evaluation import EvalScore
+    from invrl.rollout.dispatch.evaluation import EvalScore
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def run_evaluation_in_folder(arguments: Sequence[str]) -> None:
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
     """Evaluate, printing scores as they come and a table at the end. Raises InvrlError
     with the cause of a failure."""
-    from invrl.rollout.dispatcher import first_to_fail
+    from invrl.rollout.dispatch.dispatcher import first_to_fail
     from invrl.run.processes.cluster import all_started, create_rollouts, start_serving
     from invrl.run.processes.ray_session import start_ray
     from invrl.run.processes.tokenizer import keep_tokenizer
@@ -129,7 +129,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
 
 def score_note(score: EvalScore) -> str:
     """Describe a score and its failed rollouts."""
-    from invrl.rollout.evaluation import failure_note
+    from invrl.rollout.dispatch.evaluation import failure_note
 
     text = f"{score.name}: mean reward {score.mean_reward:.3f}"
     if not score.failures:

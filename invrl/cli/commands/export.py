@@ -12,7 +12,7 @@ from typing import Any
 
 from invrl.cli.arguments import read_options, read_run_folder
 from invrl.errors import ConfigError, DamagedFileError
-from invrl.host.disk import flush, flush_tree
+from invrl.host.files.disk import flush, flush_tree
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.manifest import check_manifest, write_manifest
@@ -122,7 +122,7 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
     from invrl.train.weights.hf_export import copy_other_files
     from invrl.train.weights.safetensors_file import write_weights
     from invrl.user_code.model_folder import tensor_files
-    from invrl.weights.tensor_spec import spec_of
+    from invrl.weights.tensors.tensor_spec import spec_of
 
     unfinished = target.with_name(f"{target.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -18,7 +18,7 @@ from invrl.datasets.recorded_rows import INEXACT
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.host.printable import for_stdout
+from invrl.host.output.printable import for_stdout
 from invrl.observe.samples.best_samples import (
     Wanted,
     candidates_for_pairs,

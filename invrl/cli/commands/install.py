@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from invrl.cli.arguments import read_options
 from invrl.cli.installation import install as install_packages
 from invrl.cli.installation import install_smg, nvidia_driver_works
-from invrl.engines.smg import INSTALLED_FOLDER
+from invrl.engines.router.smg import INSTALLED_FOLDER
 from invrl.errors import ConfigError
 
 

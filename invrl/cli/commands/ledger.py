@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from invrl.buffer.ledger_store import (
+from invrl.buffer.ledger.ledger_store import (
     Incarnation,
     KeptEntry,
     check_lineage,
@@ -13,7 +13,7 @@ from invrl.buffer.ledger_store import (
 )
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import BufferStateError, ConfigError
-from invrl.host.printable import for_stdout
+from invrl.host.output.printable import for_stdout
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.settings.config import nearest
 

@@ -23,7 +23,7 @@ from invrl.cli.arguments import read_options
 from invrl.errors import ConfigError
 from invrl.families.registry import FAMILIES
 from invrl.gateway.rendering.chat_template import read_template
-from invrl.host.descendants import die_with_parent
+from invrl.host.processes.descendants import die_with_parent
 from invrl.user_code.model_folder import (
     check_is_folder,
     check_model_folder,

@@ -15,7 +15,7 @@ from invrl.cli.checks.model_checks import check_model
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import driver_of, log_to_folder
 from invrl.errors import ConfigError
-from invrl.host import interrupts
+from invrl.host.processes import interrupts
 from invrl.run.checkpoints.checkpoint import Checkpoint
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.loop.loop import train_values

@@ -8,7 +8,7 @@ from invrl.cli.arguments import read_run_folder
 from invrl.cli.commands.view import EXPORTED_ROLLOUTS, default_settings, say
 from invrl.cli.next_commands import describe_next
 from invrl.errors import ConfigError
-from invrl.host.cache_folder import cache_folder
+from invrl.host.files.cache_folder import cache_folder
 from invrl.run.settings.resolved_config import load_resolved
 
 

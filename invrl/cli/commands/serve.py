@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
 from invrl.cli.run_process import checked_configuration, failure_reported, log_to_folder
-from invrl.engines.engine_server import max_total_tokens
-from invrl.engines.sglang_client import EngineLimits
-from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk
-from invrl.host.incidents import incidents_shown
-from invrl.host.printable import for_stdout
-from invrl.host.temporary_folder import remove_abandoned
-from invrl.host.wait_lines import tell_waits
+from invrl.engines.client.sglang_client import EngineLimits
+from invrl.engines.launch.engine_server import max_total_tokens
+from invrl.host.files.disk_waits import watch_disk
+from invrl.host.files.temporary_folder import remove_abandoned
+from invrl.host.output.incidents import incidents_shown
+from invrl.host.output.printable import for_stdout
+from invrl.host.output.wait_lines import tell_waits
+from invrl.host.processes import interrupts
 from invrl.run.processes.awaited_work import PartsStarting
 from invrl.run.processes.background import in_background
 from invrl.run.settings.config import Config
@@ -100,7 +100,7 @@ def with_long_answers(config: Config) -> Config:
 
 
 async def _open_session(serving: Serving) -> Session:
-    from invrl.rollout.session_client import SessionClient
+    from invrl.rollout.workers.session_client import SessionClient
 
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
     task = Task(id="terminal", payload={})

@@ -12,7 +12,7 @@ from invrl.run.processes.driver_commands import FAILURE_EXIT
 from invrl.run.settings.config import Config
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
-from invrl.weights.verification import describe
+from invrl.weights.update.verification import describe
 
 _WAIT_S = 300.0
 _SHORT_CALLS_S = 240.0

@@ -10,8 +10,8 @@ from typing import Any
 
 from invrl.cli.arguments import split_options, unknown_flag
 from invrl.errors import ConfigError
-from invrl.host.cache_folder import cache_folder
-from invrl.host.printable import for_stdout
+from invrl.host.files.cache_folder import cache_folder
+from invrl.host.output.printable import for_stdout
 from invrl.viewer.access import access_for
 from invrl.viewer.page_server import bind, serve
 from invrl.viewer.viewed_run import open_runs

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import ConfigError
-from invrl.host.printable import for_stdout
+from invrl.host.output.printable import for_stdout
 from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
 from invrl.observe.screen.step_text import describe_step
 from invrl.observe.screen.watch_screen import ScreenSize, screen

@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from invrl.gateway.config import GatewayConfig
-from invrl.host.log_lines import LogSettings
+from invrl.host.output.log_lines import LogSettings
 
 
 class GatewaySettings(GatewayConfig):

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.engines.sglang_client import (
+from invrl.engines.client.sglang_client import (
     NO_TOP,
     GenerateChunk,
     GenerateEnd,
@@ -36,9 +36,13 @@ from invrl.errors import (
     SessionError,
 )
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
+from invrl.gateway.rendering.replies.reply_parser import (
+    ReplyParser,
+    join_deltas,
+    reply_message,
+)
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
-from invrl.host.traces import Attributes, SpanPlace, child_span
+from invrl.host.output.traces import Attributes, SpanPlace, child_span
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.top_logprobs import TopLogprobs
 from invrl.types.turns import FinishReason, Turn, VersionSpan

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.shared_tools import SharedTools
+from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.types import Message, Node, Tool
 from invrl.types.turns import Turn

@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.engines.sglang_client import GenerateRequest
+from invrl.engines.client.sglang_client import GenerateRequest
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.reply_parser import ReplyParser
-from invrl.gateway.rendering.shared_tools import SharedTools
+from invrl.gateway.rendering.replies.parsers import Parsers
+from invrl.gateway.rendering.replies.reply_parser import ReplyParser
+from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
 from invrl.gateway.turns.generation import Generation, Proposal, Recorded, Sampler

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
-from invrl.host.direct_connections import open_directly
+from invrl.host.network.direct_connections import open_directly
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse

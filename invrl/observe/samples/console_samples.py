@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.host.printable import for_stdout, one_line, trimmed
+from invrl.host.output.printable import for_stdout, one_line, trimmed
 from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.observe.samples.transcript import Transcript, message_text, read_transcript
 from invrl.store.run_store import RunStore

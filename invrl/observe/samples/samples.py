@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
-from invrl.buffer.ledger_store import read_ledger
+from invrl.buffer.ledger.ledger_store import read_ledger
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.types.leases import Place
@@ -26,8 +26,8 @@ from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.types.sessions import Purpose, RolloutIdentity
 
 if TYPE_CHECKING:
-    from invrl.buffer.ledger import LedgerEntry
-    from invrl.buffer.ledger_store import KeptEntry
+    from invrl.buffer.ledger.ledger import LedgerEntry
+    from invrl.buffer.ledger.ledger_store import KeptEntry
 
 _EVALUATION_PREFIX = "eval/"
 
@@ -221,7 +221,7 @@ def failure_reward(
 
 
 def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
-    """Return step and name of an evaluation, from the id that `rollout/evaluation.py`
+    """Return step and name of an evaluation, from the id that `rollout/dispatch/evaluation.py`
     gives to its groups: eval/<step>/[<set>/]<mode>/<task>."""
     path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")
     step, _, name = path.partition("/")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from invrl.host.printable import for_stdout, trimmed
+from invrl.host.output.printable import for_stdout, trimmed
 from invrl.observe.samples.samples import distinct_replies
 from invrl.observe.samples.transcript import message_text, read_transcript
 

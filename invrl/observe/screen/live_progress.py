@@ -21,8 +21,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from invrl.host import live_lines
-from invrl.host.printable import one_line, printable
+from invrl.host.output import live_lines
+from invrl.host.output.printable import one_line, printable
 from invrl.observe.metrics.metric_curves import EVAL_PREFIX, EVAL_SUFFIX, REWARD
 from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks, sparkline
 from invrl.observe.screen.step_text import failures_text, format_number, metric_texts

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from invrl.host.printable import one_line, printable
+from invrl.host.output.printable import one_line, printable
 from invrl.observe.metrics.metric_curves import (
     EVAL_PREFIX,
     REWARD,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from invrl.observe.sinks.sinks import Sink
 
 if TYPE_CHECKING:
-    from invrl.host.traces import Traces
+    from invrl.host.output.traces import Traces
     from invrl.store.timeline_file import Span
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import DeadlineError
-from invrl.host.disk import is_full, write_atomically
-from invrl.host.printable import for_stdout
+from invrl.host.files.disk import is_full, write_atomically
+from invrl.host.output.printable import for_stdout
 from invrl.observe.samples.sampled_rollout import ROLLOUT_COLUMNS, SampledRollout
 from invrl.store.growing_file import GrowingFile
 from invrl.store.run_folder import RunFolder

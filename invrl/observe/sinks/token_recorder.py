@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from invrl.host.disk import is_full
-from invrl.host.disk_waits import DiskWait
+from invrl.host.files.disk import is_full
+from invrl.host.files.disk_waits import DiskWait
 from invrl.interfaces import TokenRecord
 from invrl.store.trained_tokens import TrainedTurn, forget_steps, write_trained_tokens
 from invrl.types.batches import TrainBatch, TrainSample

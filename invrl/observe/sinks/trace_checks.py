@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.errors import ConfigError
-from invrl.host.traces import lacks_sdk, traces_endpoint
+from invrl.host.output.traces import lacks_sdk, traces_endpoint
 
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from invrl.buffer.wait_report import WaitReport, shown_rewards
+from invrl.buffer.groups.wait_report import WaitReport, shown_rewards
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks.sinks import Sink
 from invrl.store.run_store import WaitsOutside

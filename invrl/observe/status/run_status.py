@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from invrl.errors import DamagedFileError, RunStoreError
-from invrl.host.cache_folder import cache_folder, folder_of_run
+from invrl.host.files.cache_folder import cache_folder, folder_of_run
 from invrl.observe.status.run_files import Phase, RunFiles, State
 from invrl.store.metrics_file import MetricsRow
 from invrl.store.read_only_store import ReadOnlyStore

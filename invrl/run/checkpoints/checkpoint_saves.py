@@ -8,8 +8,8 @@ Invariant: the remains of a failed save are removed, so they take no space.
 import asyncio
 from collections.abc import Callable
 
-from invrl.host.disk import is_full
-from invrl.host.disk_waits import until_written
+from invrl.host.files.disk import is_full
+from invrl.host.files.disk_waits import until_written
 from invrl.run.checkpoints.checkpoints import Checkpoints, CopyingTrainer
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
-from invrl.host.disk import check_space, flush, flush_tree, is_full
+from invrl.host.files.disk import check_space, flush, flush_tree, is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoints.checkpoint import (
     MODEL_PREFIX,

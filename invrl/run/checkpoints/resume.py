@@ -5,14 +5,14 @@ calls):
 
     find_start                here: the newest checkpoint whose files are what was written
     check_store_at            here: run.sqlite is whole, and fits the checkpoint
-    BufferActor.start         buffer/buffer_actor.py: reads the snapshot, and the outcomes that came after it
-      GroupBuffer.restore     buffer/group_buffer.py: open groups, data cursor, counts
+    BufferActor.start         buffer/process/buffer_actor.py: reads the snapshot, and the outcomes that came after it
+      GroupBuffer.restore     buffer/groups/group_buffer.py: open groups, data cursor, counts
     TrainerState.load         train/trainer/trainer_state.py: model, optimizer, random state
     WeightUpdater.update      run/loop/weight_updater.py: gives the loaded weights to every engine
 
 Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved
 batches are renamed. What they did in the ledger counts as lost by itself
-(`buffer/ledger_store.py`). A repeated command says where it starts, because the same
+(`buffer/ledger/ledger_store.py`). A repeated command says where it starts, because the same
 words may begin a new run, resume one, or do nothing."""
 
 from dataclasses import dataclass

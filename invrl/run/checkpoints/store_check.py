@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.groups.snapshot import BufferSnapshot
 from invrl.errors import DamagedFileError
 from invrl.store.schema import check_version
 

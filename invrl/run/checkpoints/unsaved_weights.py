@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from invrl.host.disk import is_full
+from invrl.host.files.disk import is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints

@@ -2,7 +2,7 @@
 rollouts trains of it.
 
 Which branches and turns these are is decided where batches are made
-(`buffer/training_samples.py`), so that a file of conversations trains what the run
+(`buffer/samples/training_samples.py`), so that a file of conversations trains what the run
 would have trained, with one exception: auxiliary conversations (titles, summaries) are
 always left out, whatever `session.train_auxiliary_roots` says."""
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from invrl.buffer.training_samples import rows_of
+from invrl.buffer.samples.training_samples import rows_of
 from invrl.datasets.recorded_rows import RecordedBranch
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.types import Message, Tool

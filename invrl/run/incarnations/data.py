@@ -13,7 +13,7 @@ import xxhash
 from invrl.datasets.dataset import Dataset, ModelText, load_dataset
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
-from invrl.host.disk import write_atomically
+from invrl.host.files.disk import write_atomically
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 

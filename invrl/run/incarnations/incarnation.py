@@ -17,22 +17,22 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from invrl.algorithms.advantages import configured_advantage
-from invrl.algorithms.credit import credit_rules
-from invrl.algorithms.objectives import ON_ROLLOUTS
-from invrl.buffer.buffer_handle import BufferHandle
+from invrl.algorithms.advantages.advantages import configured_advantage
+from invrl.algorithms.advantages.credit import credit_rules
+from invrl.algorithms.objectives.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
-from invrl.buffer.training_samples import build_batch
+from invrl.buffer.process.buffer_handle import BufferHandle
+from invrl.buffer.samples.training_samples import build_batch
 from invrl.errors import ServerError
-from invrl.host import interrupts
-from invrl.host.disk_waits import (
+from invrl.host.files.disk_waits import (
     until_written,
     watch_disk,
     write_patiently,
     written_in_thread,
 )
-from invrl.host.incidents import incidents_shown
-from invrl.host.traces import Traces, open_traces
+from invrl.host.output.incidents import incidents_shown
+from invrl.host.output.traces import Traces, open_traces
+from invrl.host.processes import interrupts
 from invrl.interfaces import AdvantageFn
 from invrl.observe.samples.console_samples import sample_rollouts, show_samples
 from invrl.observe.screen.progress import open_progress
@@ -41,9 +41,9 @@ from invrl.observe.sinks.phases import report_span
 from invrl.observe.sinks.sinks import RunObserver, open_sinks
 from invrl.observe.sinks.token_recorder import TokenRecorder
 from invrl.observe.sinks.wait_messages import CurrentPhase, Deadlines, report_waits
-from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.task_labels import guess_notes
-from invrl.rollout.tasks import feedback_notes
+from invrl.rollout.dispatch.dispatcher import first_to_fail
+from invrl.rollout.tasks.task_labels import guess_notes
+from invrl.rollout.tasks.tasks import feedback_notes
 from invrl.run.checkpoints.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.checkpoint_scores import read_scores

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
-from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk, write_patiently, written_in_thread
+from invrl.host.files.disk_waits import watch_disk, write_patiently, written_in_thread
+from invrl.host.processes import interrupts
 from invrl.observe.sinks.phases import observed_phase, report_span
 from invrl.observe.sinks.sinks import RunObserver
-from invrl.rollout.dispatcher import first_to_fail
+from invrl.rollout.dispatch.dispatcher import first_to_fail
 from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.checkpoint_scores import HELD_OUT_LOSS, held_out_losses

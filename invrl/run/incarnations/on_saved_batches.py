@@ -4,9 +4,9 @@ saved."""
 import asyncio
 from pathlib import Path
 
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
 from invrl.errors import ConfigError
-from invrl.host import interrupts
+from invrl.host.processes import interrupts
 from invrl.observe.sinks.sinks import RunObserver
 from invrl.run.checkpoints.checkpoint import Checkpoint, keep_model
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.host.disk_waits import write_patiently
+from invrl.host.files.disk_waits import write_patiently
 from invrl.observe.metrics.gains import GAINS_NAME, MeasuredGain
 from invrl.observe.sinks.phases import observed_phase
 from invrl.observe.sinks.sinks import RunObserver
-from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
-from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.dispatch.evaluation import (
+    EvalScore,
+    Evaluation,
+    failure_note,
+    gain_interval,
+)
+from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.run.loop.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from invrl.host.traces import Traces
+from invrl.host.output.traces import Traces
 from invrl.store.run_store import RunStore
 from invrl.types.batches import TrainBatch
 

@@ -22,7 +22,7 @@ import msgspec
 
 from invrl.errors import DeadlineError, ServerError
 from invrl.store.run_folder import RunFolder
-from invrl.weights.verification import Verification
+from invrl.weights.update.verification import Verification
 
 logger = logging.getLogger(__name__)
 _REQUEST_DEADLINE_S = 30.0

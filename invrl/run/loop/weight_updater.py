@@ -1,9 +1,9 @@
 """Gives new weights to the current fleet: runs the transaction
-(`weights/transaction.py`) over its engines, and evicts engines that the transaction
+(`weights/update/transaction.py`) over its engines, and evicts engines that the transaction
 loses.
 
 A lost engine leaves the fleet and is started again in the background. When it is up it
-loads the fleet's version, while updates continue (`weights/newcomers.py`).
+loads the fleet's version, while updates continue (`weights/update/newcomers.py`).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from invrl.engines.fleet import Fleet
+from invrl.engines.fleet.fleet import Fleet
 from invrl.errors import (
     CanaryError,
     ChecksumError,
@@ -19,18 +19,18 @@ from invrl.errors import (
     LayoutError,
     WeightSyncError,
 )
-from invrl.host.disk_waits import until_written
+from invrl.host.files.disk_waits import until_written
 from invrl.interfaces import WeightSender
 from invrl.run.loop.gpu_turns import SenderThatSleeps
 from invrl.run.settings.config import Config
 from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import read_tokenizer
-from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.canary import CanaryBound
 from invrl.weights.config import CollectiveWeights, FileWeights
-from invrl.weights.transaction import Committed, WeightTransaction, load_alone
-from invrl.weights.verification import EngineVerification, Verification, compare
+from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.transaction import Committed, WeightTransaction, load_alone
+from invrl.weights.update.verification import EngineVerification, Verification, compare
 
 _CANARY_TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from invrl.buffer.wait_report import WaitReport
+from invrl.buffer.groups.wait_report import WaitReport
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks.sinks import Sink
 from invrl.observe.sinks.wait_messages import CurrentPhase

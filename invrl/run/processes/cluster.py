@@ -3,12 +3,12 @@
     start_cluster             for `invrl train`
       start_serving           for `invrl serve` too
         1. guardian           outlives a killed driver, and ends what is left
-        2. engines, router    OS processes (`engines/fleet.py`)
+        2. engines, router    OS processes (`engines/fleet/fleet.py`)
         3. gateway            an OS process, which forks its workers
       start_ray               (`run/processes/ray_session.py`)
         4. trainer ranks      Ray actors
         5. buffer             a Ray actor
-        6. rollout workers    Ray actors (`rollout/worker_pool.py`)
+        6. rollout workers    Ray actors (`rollout/workers/worker_pool.py`)
 
 Start-up overlaps: engines load while Ray starts and the trainer ranks load; with
 `--colocate` they load once the trainer sleeps. On return, on an error and on Ctrl-C
@@ -29,27 +29,27 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from invrl.algorithms.mismatched_rows import with_mismatched_rows
-from invrl.algorithms.objectives import needs_of
-from invrl.buffer.buffer_actor import BufferActor
-from invrl.buffer.buffer_handle import BufferHandle
-from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
-from invrl.engines.fleet import Fleet
-from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives.objectives import needs_of
+from invrl.buffer.process.buffer_actor import BufferActor
+from invrl.buffer.process.buffer_handle import BufferHandle
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
+from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.actor import ActorOptions, start_actor
-from invrl.host.environment_keys import take_engine_key, take_environment_key
-from invrl.host.guardian import start_guardian
-from invrl.host.interrupts import CleanUp
-from invrl.host.ports import ReservedPort
-from invrl.host.process import random_key
-from invrl.host.traces import traces_endpoint
-from invrl.host.wait_lines import tell_waits
-from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.external_environments import ExternalDispatcher
-from invrl.rollout.rollout_handle import RolloutHandle
-from invrl.rollout.session_client import SessionClient
-from invrl.rollout.tasks import load_tasks
+from invrl.host.network.ports import ReservedPort
+from invrl.host.output.traces import traces_endpoint
+from invrl.host.output.wait_lines import tell_waits
+from invrl.host.processes.environment_keys import take_engine_key, take_environment_key
+from invrl.host.processes.guardian import start_guardian
+from invrl.host.processes.interrupts import CleanUp
+from invrl.host.processes.process import random_key
+from invrl.host.ray.actor import ActorOptions, start_actor
+from invrl.rollout.dispatch.dispatcher import first_to_fail
+from invrl.rollout.dispatch.external_environments import ExternalDispatcher
+from invrl.rollout.dispatch.rollout_handle import RolloutHandle
+from invrl.rollout.tasks.tasks import load_tasks
+from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.processes.awaited_work import PartsStarting
 from invrl.run.processes.ray_session import start_ray

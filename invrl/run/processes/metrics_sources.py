@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request
 
-from invrl.buffer.event_counts import BufferCounts
-from invrl.buffer.open_group import RolloutState
-from invrl.engines.fleet_state import FleetState
-from invrl.host.direct_connections import open_directly
+from invrl.buffer.groups.event_counts import BufferCounts
+from invrl.buffer.ledger.open_group import RolloutState
+from invrl.engines.fleet.fleet_state import FleetState
+from invrl.host.network.direct_connections import open_directly
 from invrl.observe.metrics.run_exporter import Histogram, Labels, Numbers
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.run_folder import RunFolder

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.client import HTTPException
 
-from invrl.engines.engine_server import EngineServer
+from invrl.engines.launch.engine_server import EngineServer
 from invrl.errors import InvrlError
-from invrl.host.resident_memory import resident_memory
+from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.cluster import Cluster, Serving
 from invrl.run.processes.metrics_sources import read_gateway

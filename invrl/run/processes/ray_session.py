@@ -1,7 +1,7 @@
 """The Ray session of a run: starts a local Ray, or connects to the one that
 `RAY_ADDRESS` names, and shuts it down with a deadline.
 
-A local Ray is watched (`host/ray_watch.py`): when its raylet or GCS dies, the driver
+A local Ray is watched (`host/ray/ray_watch.py`): when its raylet or GCS dies, the driver
 ends with the cause.
 """
 
@@ -21,11 +21,11 @@ import psutil
 import ray
 
 from invrl.errors import ConfigError, ServerError
-from invrl.host import lifeline
-from invrl.host.environment_keys import RAY_TOKEN, key_in_environment
-from invrl.host.ray_setup import ray_folder, worker_environment
-from invrl.host.ray_watch import end_this_process, watched_ray
-from invrl.host.wait_lines import overload
+from invrl.host.output.wait_lines import overload
+from invrl.host.processes import lifeline
+from invrl.host.processes.environment_keys import RAY_TOKEN, key_in_environment
+from invrl.host.ray.ray_setup import ray_folder, worker_environment
+from invrl.host.ray.ray_watch import end_this_process, watched_ray
 from invrl.run.settings.config import Config
 
 _SHUTDOWN_DEADLINE_S = 60.0
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
-    """Start a local Ray behind a token (`host/ray_setup.py`), or connect to the Ray at
+    """Start a local Ray behind a token (`host/ray/ray_setup.py`), or connect to the Ray at
     `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program left
     in a file is ignored. A local Ray that does not come up is started again, up to
     `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray

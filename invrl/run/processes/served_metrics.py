@@ -26,7 +26,7 @@ from invrl.run.processes.process_samples import memory_of
 from invrl.store.metrics_file import read_metrics
 
 if TYPE_CHECKING:
-    from invrl.buffer.event_counts import BufferCounts
+    from invrl.buffer.groups.event_counts import BufferCounts
     from invrl.run.processes.cluster import Serving
     from invrl.run.settings.config import Config
     from invrl.store.run_folder import RunFolder

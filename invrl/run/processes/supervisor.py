@@ -22,21 +22,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from invrl.engines.engine_server import ENGINE_MODULE, count_gpus
-from invrl.host.descendants import (
+from invrl.engines.launch.engine_server import ENGINE_MODULE, count_gpus
+from invrl.host.files.disk import full_disk
+from invrl.host.files.temporary_folder import remove_abandoned
+from invrl.host.output.traces import traces_endpoint
+from invrl.host.processes.descendants import (
     adopt_orphans,
     collect_ended_children,
     die_with_parent,
     end_descendants,
 )
-from invrl.host.disk import full_disk
-from invrl.host.environment_keys import held_keys
-from invrl.host.fork_parent import EarlyParent
-from invrl.host.lifeline import Listener, Note, NoteKind, environment
-from invrl.host.lived_time import Stopwatch
-from invrl.host.ray_setup import remove_ray_folder
-from invrl.host.temporary_folder import remove_abandoned
-from invrl.host.traces import traces_endpoint
+from invrl.host.processes.environment_keys import held_keys
+from invrl.host.processes.fork_parent import EarlyParent
+from invrl.host.processes.lifeline import Listener, Note, NoteKind, environment
+from invrl.host.processes.lived_time import Stopwatch
+from invrl.host.ray.ray_setup import remove_ray_folder
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.processes.driver_commands import (
     EVALUATION_COMMAND,
@@ -119,7 +119,7 @@ def supervise(config: Config, folder: RunFolder) -> int:
 
 
 def _forks_engines(config: Config) -> bool:
-    """Whether the driver will fork engines (`engines/fleet.py`)."""
+    """Whether the driver will fork engines (`engines/fleet/fleet.py`)."""
     traces = traces_endpoint(config.run.log.otel_endpoint)
     return config.engine.num_engines > 0 and not (
         config.trains_alone or count_gpus() or traces

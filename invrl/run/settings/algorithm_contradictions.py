@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
-from invrl.algorithms.length_weights import largest_scale
-from invrl.algorithms.objectives import (
+from invrl.algorithms.objectives.objectives import (
     DISTILLATION,
     ON_FILES,
     ON_ROLLOUTS,
     is_built_in,
     needs_of,
 )
-from invrl.algorithms.surrogates import ON_TOP_TOKENS
+from invrl.algorithms.policy_loss.length_weights import largest_scale
+from invrl.algorithms.policy_loss.surrogates import ON_TOP_TOKENS
 
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config

@@ -33,7 +33,7 @@ from invrl.datasets.config import DataConfig
 from invrl.engines.config import EngineConfig
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
-from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
+from invrl.host.output.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoints.checkpoint_scores import ScoreKind
 from invrl.run.settings.contradictions import check

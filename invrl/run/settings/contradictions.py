@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.objectives import ON_ROLLOUTS, is_built_in
+from invrl.algorithms.objectives.objectives import ON_ROLLOUTS, is_built_in
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.settings.algorithm_contradictions import (

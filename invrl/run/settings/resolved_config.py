@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from invrl.errors import ConfigError
-from invrl.host.disk import write_atomically
+from invrl.host.files.disk import write_atomically
 from invrl.run.settings.config import Config, read_toml, resolve
 
 _TITLE = "# A run goes on with these settings. Flags change them, as in `invrl resume RUN --num-steps 8`."

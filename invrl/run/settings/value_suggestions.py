@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from invrl.algorithms.advantages import ADVANTAGES
+from invrl.algorithms.advantages.advantages import ADVANTAGES
 from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
-from invrl.algorithms.objectives import ON_FILES, ON_ROLLOUTS
-from invrl.algorithms.surrogates import SURROGATES
+from invrl.algorithms.objectives.objectives import ON_FILES, ON_ROLLOUTS
+from invrl.algorithms.policy_loss.surrogates import SURROGATES
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.types.section import is_optional, present_type
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import CriticConfig
-from invrl.algorithms.value_loss import value_loss
+from invrl.algorithms.policy_loss.value_loss import value_loss
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.config import TrainConfig

@@ -8,7 +8,7 @@ model's router, so gradients flow through it.
 
 The indices travel with the micro-batch to each layer, so a layer that is recomputed in
 the backward pass gets the same ones. So do the routers' scores of these experts, if an
-objective needs the router shift (`algorithms/router_shift.py`), whether or not the
+objective needs the router shift (`algorithms/policy_loss/router_shift.py`), whether or not the
 experts are replayed. Imported after `device.prepare()`.
 """
 
@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from numpy.typing import NDArray
 
-from invrl.algorithms.router_shift import layer_shift, score_logprobs
+from invrl.algorithms.policy_loss.router_shift import layer_shift, score_logprobs
 from invrl.errors import TrainError
 from invrl.families.model_config import Experts
 from invrl.train.batches.micro_batch import UNKNOWN_EXPERT, MicroBatch, OldRouting, Row

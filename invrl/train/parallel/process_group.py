@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore
 
-from invrl.algorithms.row_table import RowTable
-from invrl.host.rendezvous import (
+from invrl.algorithms.objectives.row_table import RowTable
+from invrl.host.network.rendezvous import (
     interface_towards,
     join_store,
     refuse_newcomers,

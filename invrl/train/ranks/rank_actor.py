@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Generic, ParamSpec, TypeVar
 
-from invrl.host.actor_heartbeat import Pulse, pulse
-from invrl.host.actor_output import begin_output
-from invrl.host.environment_keys import forget_keys
-from invrl.host.rendezvous import listen
+from invrl.host.network.rendezvous import listen
+from invrl.host.processes.environment_keys import forget_keys
+from invrl.host.ray.actor_heartbeat import Pulse, pulse
+from invrl.host.ray.actor_output import begin_output
 from invrl.train.rank_settings import RankSettings
 from invrl.train.ranks.saving_rank import SavingRank
 from invrl.types.file_entry import FileEntries

@@ -18,12 +18,12 @@ from invrl.errors import (
     ServerError,
     TrainError,
 )
-from invrl.host.actor import ActorHandle
-from invrl.host.actor_heartbeat import Pulse
-from invrl.host.actor_log import last_lines
-from invrl.host.disk import is_full
-from invrl.host.lived_time import lived_wait
-from invrl.host.ray_memory import killed_for_memory
+from invrl.host.files.disk import is_full
+from invrl.host.processes.lived_time import lived_wait
+from invrl.host.ray.actor import ActorHandle
+from invrl.host.ray.actor_heartbeat import Pulse
+from invrl.host.ray.actor_log import last_lines
+from invrl.host.ray.ray_memory import killed_for_memory
 
 Answer = TypeVar("Answer")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from invrl.errors import DiskFullError
-from invrl.host.disk import is_full
+from invrl.host.files.disk import is_full
 from invrl.types.file_entry import FileEntries
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Advantages and returns of a batch from its token rewards, the policies' log-probs and
 the critic's values, if there is a critic.
 
-The formulas are those of `algorithms/token_advantages.py`; here they are applied to the
+The formulas are those of `algorithms/advantages/token_advantages.py`; here they are applied to the
 batch of a rank. Advantages are whitened over all mini-batches of the batch and over the
 data-parallel ranks, so they depend neither on the number of ranks nor on how samples
 were divided among them. On a pipeline stage without values the result is meaningless,
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
-from invrl.algorithms.kl import estimate
-from invrl.algorithms.ratios import LOG_RATIO_BOUND
-from invrl.algorithms.token_advantages import (
+from invrl.algorithms.advantages.token_advantages import (
     TokenCredit,
     gae,
     length_adaptive_lambda,
     v_trace,
 )
-from invrl.algorithms.whitening import Moments, whiten
+from invrl.algorithms.advantages.whitening import Moments, whiten
+from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
+from invrl.algorithms.policy_loss.kl import estimate
+from invrl.algorithms.policy_loss.ratios import LOG_RATIO_BOUND
 from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import sums_of_replicas

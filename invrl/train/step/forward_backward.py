@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from invrl.algorithms.loss_inputs import LossOutputs
-from invrl.algorithms.objectives import check_outputs
+from invrl.algorithms.objectives.objectives import check_outputs
 from invrl.interfaces import Objective
 from invrl.train.model.nonfinite_steps import on_host
 from invrl.train.model.pipeline_schedule import run_schedule

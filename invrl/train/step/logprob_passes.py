@@ -11,7 +11,7 @@ from itertools import islice
 from megatron.core.distributed import DistributedDataParallel
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
 from invrl.train.batches.micro_batch import Row
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig

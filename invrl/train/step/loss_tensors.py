@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
-from invrl.algorithms.objectives import TEACHER_COLUMN, needs_of
-from invrl.algorithms.old_policy import STALENESS
+from invrl.algorithms.objectives.objectives import TEACHER_COLUMN, needs_of
+from invrl.algorithms.policy_loss.old_policy import STALENESS
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.critic.critic import Targets
 from invrl.train.model.pipeline_schedule import Packed, SampleNumbers

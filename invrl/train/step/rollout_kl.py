@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from invrl.algorithms.advantages import advantage_function
+from invrl.algorithms.advantages.advantages import advantage_function
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.length_weights import length_numbers
-from invrl.algorithms.objectives import coupling_of
-from invrl.algorithms.row_table import RowTable
+from invrl.algorithms.objectives.objectives import coupling_of
+from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.policy_loss.length_weights import length_numbers
 from invrl.errors import TrainError
 from invrl.interfaces import Objective
 from invrl.train.model.pipeline_schedule import SampleNumbers

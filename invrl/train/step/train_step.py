@@ -27,10 +27,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from invrl.algorithms.adaptive import Coefficients
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.length_weights import LAMBDA_GRADIENT
-from invrl.algorithms.objectives import needs_of, objective_of
+from invrl.algorithms.objectives.objectives import needs_of, objective_of
+from invrl.algorithms.policy_loss.adaptive import Coefficients
+from invrl.algorithms.policy_loss.length_weights import LAMBDA_GRADIENT
 from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult, TokenRecord
 from invrl.train.batches.grammar_masks import GrammarMasks

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.host.actor import ActorHandle
+from invrl.host.ray.actor import ActorHandle
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost

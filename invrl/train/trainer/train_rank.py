@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.objectives.objectives import needs_of
 from invrl.families.hf_config import read_hf_config
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.batches.grammar_masks import GrammarMasks
@@ -44,10 +44,7 @@ from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Max, Metric
 from invrl.types.weights import WeightVersion
-from invrl.weights.arena import ArenaWriter
-from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.buckets import BucketSender
-from invrl.weights.checksums import HashTensors, whole_hash
+from invrl.weights.checksums.checksums import HashTensors, whole_hash
 from invrl.weights.config import (
     ArenaWeights,
     BucketWeights,
@@ -56,7 +53,10 @@ from invrl.weights.config import (
     DiskWeights,
     FileWeights,
 )
-from invrl.weights.file_server import WeightFileServer
+from invrl.weights.transports.arena import ArenaWriter
+from invrl.weights.transports.broadcaster import Broadcaster
+from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.file_server import WeightFileServer
 
 if TYPE_CHECKING:
     from invrl.train.critic.critic import Critic
@@ -390,7 +390,7 @@ class TrainRank(SavingRank):
         self,
     ) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
         """The trainer's end of the weight transport; the engines' ends are in
-        `engines/weight_receiver.py`. Created at the first use, so that only the rank
+        `engines/client/weight_receiver.py`. Created at the first use, so that only the rank
         that sends allocates its memory."""
         match self._settings.weights:
             case BucketWeights():

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
-from invrl.weights.checksums import HashTensors, checksums_of
-from invrl.weights.tensor_slice import TensorPart
-from invrl.weights.tensor_spec import num_bytes
+from invrl.weights.checksums.checksums import HashTensors, checksums_of
+from invrl.weights.tensors.tensor_slice import TensorPart
+from invrl.weights.tensors.tensor_spec import num_bytes
+from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
 
 if TYPE_CHECKING:
-    from invrl.weights.arena import Slot
+    from invrl.weights.transports.arena import Slot
 
 
 @lru_cache(maxsize=1)

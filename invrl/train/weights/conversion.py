@@ -32,7 +32,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
-from invrl.weights.tensor_slice import TensorPart
+from invrl.weights.tensors.tensor_slice import TensorPart
 
 BUCKET_BYTES = 64 << 20
 """Bytes that a rank sends at a time, or one parameter if that is larger."""

@@ -2,7 +2,7 @@
 version, as a folder.
 
 Invariant: a folder appears under its name when its files are whole and on disk. The
-chains (`weights/delta_folder.py`) of the version staged last and of its predecessor are
+chains (`weights/transports/delta_folder.py`) of the version staged last and of its predecessor are
 on disk; other folders are removed. Every n-th version is written whole, as is one that
 follows a failure or is tried again.
 
@@ -19,11 +19,12 @@ import msgspec
 import torch
 
 from invrl.errors import DiskFullError, LayoutError, TrainError, WeightSyncError
-from invrl.host.disk import is_full
+from invrl.host.files.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.safetensors_file import write_safetensors
 from invrl.types.weights import WeightVersion
-from invrl.weights.delta_folder import (
+from invrl.weights.tensors.tensor_spec import checksum, spec_of
+from invrl.weights.transports.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,
     DeltaHandle,
@@ -32,8 +33,7 @@ from invrl.weights.delta_folder import (
     compress,
     raw_bytes,
 )
-from invrl.weights.tensor_spec import checksum, spec_of
-from invrl.weights.weight_folder import WEIGHTS_NAME
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 
 _PREFIX = "version-"
 _Tensors = Iterable[tuple[str, torch.Tensor]]

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from invrl.errors import DiskFullError, LayoutError, TrainError, WeightSyncError
-from invrl.host.disk import is_full
+from invrl.host.files.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.safetensors_file import write_safetensors
 from invrl.types.weights import WeightVersion
-from invrl.weights.tensor_spec import checksum, num_bytes
-from invrl.weights.weight_folder import WEIGHTS_NAME
+from invrl.weights.tensors.tensor_spec import checksum, num_bytes
+from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 
 _PREFIX = "version-"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from invrl.host.disk import flush, flush_tree
+from invrl.host.files.disk import flush, flush_tree
 from invrl.interfaces import WeightLayout
 from invrl.store.manifest import MANIFEST_NAME
 from invrl.store.run_folder import KEEP_NAME

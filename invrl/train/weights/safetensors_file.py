@@ -22,7 +22,7 @@ from invrl.interfaces import WeightLayout
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.types.file_entry import FileEntry
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensor_spec import num_bytes, spec_of
+from invrl.weights.tensors.tensor_spec import num_bytes, spec_of
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes by torch's name -> the format's name."""

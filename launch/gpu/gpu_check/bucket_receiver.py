@@ -12,7 +12,7 @@ import time
 import torch
 
 from invrl.host import sglang_on_cpu
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from benchmarks.training.workloads import make_batch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.families.hf_config import read_hf_config
-from invrl.host.process import random_key
-from invrl.host.rendezvous import listen
+from invrl.host.network.rendezvous import listen
+from invrl.host.processes.process import random_key
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
@@ -27,7 +27,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.trainer.train_rank import TrainRank
 from invrl.types.weights import WeightVersion
-from invrl.weights.buckets import BucketSender
+from invrl.weights.transports.buckets import BucketSender
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -28,10 +28,10 @@ from gpu_check.random_model import random_model
 from gpu_check.rank_sender import RankSender
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
+from invrl.engines.client.weight_receiver import RECEIVERS
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_launcher import Engine
-from invrl.engines.fleet import Fleet
-from invrl.engines.weight_receiver import RECEIVERS
+from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_launcher import Engine
 from invrl.weights.config import ArenaWeights
 
 _LARGEST_MEAN_GAP = 0.02

@@ -12,8 +12,8 @@ import torch
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.types.weights import WeightVersion
-from invrl.weights.buckets import BucketSender
-from invrl.weights.tensor_spec import checksum, spec_of
+from invrl.weights.tensors.tensor_spec import checksum, spec_of
+from invrl.weights.transports.buckets import BucketSender
 
 NUM_TENSORS = 200
 """Of a million numbers each, in bfloat16."""

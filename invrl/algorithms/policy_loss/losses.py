@@ -1,0 +1,238 @@
+"""The loss of one micro-batch, where the axes meet.
+
+There are three policies: *rollout* (the engine sampled from it), *old* (the proximal
+policy) and *current* (the one with a gradient). The policy loss bounds current/old, the
+correction weighs old/rollout:
+
+    loss = sum_t a_t [ w_t * policy_loss(r_t, A_t) + kl.coefficient * KL(current_t,
+    reference_t) - entropy.coefficient * H_t ]
+
+    r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
+    policy_loss                     surrogates.py
+    w_t from old_t / rollout_t      corrections.py
+    KL                              kl.py, at most kl.clamp
+    H_t                             the entropy of the current distribution
+    a_t                             aggregation.py, times length_weights.py where it is set
+    A_t                             advantages.py, computed when the batch is taken
+
+`solved_nll_coef` adds the likelihood of rollouts that solved their task
+(`_solved_nll`).
+
+With `kl.added_to` reward the KL term is in A_t instead (`_with_kl_penalty`; with a
+critic, in the rewards that A_t is estimated from), and with `rollout_reward` in the
+rewards that are compared.
+
+No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`),
+the KL term is bounded by `kl.clamp`, and the policy loss `clip` has a dual clip.
+
+Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not
+depend on how the rows were split.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
+from invrl.algorithms.policy_loss.aggregation import AGGREGATIONS
+from invrl.algorithms.policy_loss.corrections import Correction, correct
+from invrl.algorithms.policy_loss.kl import estimate, k3, to_go
+from invrl.algorithms.policy_loss.length_weights import (
+    LAMBDA_GRADIENT,
+    LENGTH_SLOPE,
+    LENGTH_WEIGHT,
+)
+from invrl.algorithms.policy_loss.old_policy import old_logprobs
+from invrl.algorithms.policy_loss.ratios import RATIOS
+from invrl.algorithms.policy_loss.router_shift import log_weights, router_means
+from invrl.algorithms.policy_loss.surrogates import SurrogateInputs, surrogate_function
+from invrl.types.batches import SOLVED_NUMBER
+from invrl.types.metrics import Metric
+
+
+def policy_loss(
+    inputs: LossInputs,
+    config: AlgorithmConfig,
+    *,
+    more_means: Mapping[str, Tensor] = MappingProxyType({}),
+) -> LossOutputs:
+    """Compute the loss in the module's docstring. `more_means` are numbers [N] whose
+    means become metrics.
+
+    Raises ValueError for a KL without reference log-probs, an entropy bonus without
+    entropies, a router_shift_floor without router shifts, a solved_nll_coef for rows
+    without the number `solved`, and length weights for rows without theirs; PluginError
+    for a policy loss that cannot be loaded or trained.
+    """
+    kl = config.kl
+    entropy = config.entropy
+    if kl is not None and inputs.reference_N is None:
+        raise ValueError("there is a KL to the reference but no reference log-probs")
+    if entropy is not None and entropy.coefficient and inputs.entropy_N is None:
+        raise ValueError("there is an entropy bonus but there are no entropies")
+    old_N = old_logprobs(inputs, config.old_logprobs)
+    advantages_N = inputs.advantages_N
+    if kl is not None and kl.added_to == "reward" and not config.kl_in_token_rewards:
+        advantages_N = _with_kl_penalty(inputs, old_N, kl)
+
+    weighted_N = inputs.current_N
+    means_of_routers: dict[str, Tensor] = {}
+    if config.router_shift_floor:
+        log_weight_N = log_weights(inputs, config.router_shift_floor)
+        weighted_N = weighted_N + log_weight_N
+        means_of_routers = router_means(log_weight_N, inputs, config.router_shift_floor)
+    ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.rows)
+    surrogate = surrogate_function(config.policy_loss)
+    surrogate_losses = surrogate(
+        SurrogateInputs(
+            ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config
+        )
+    )
+    correction = correct(old_N, inputs.rollout_N, inputs.rows, config)
+    losses_N = correction.weight_N * surrogate_losses.losses_N
+    if kl is not None and kl.added_to == "loss":
+        losses_N = losses_N + kl.coefficient * _kl_term(inputs, inputs.current_N, kl)
+    if entropy is not None and entropy.coefficient and inputs.entropy_N is not None:
+        losses_N = losses_N - entropy.coefficient * inputs.entropy_N
+    aggregation = AGGREGATIONS[config.aggregation]
+    weight_R = aggregation(
+        inputs.rows, inputs.denominators, config.aggregation_constant or 1.0
+    )
+    sums: dict[str, Tensor] = {}
+    if config.length_weights is not None:
+        weight_R, sums = _weighted_by_length(weight_R, losses_N, inputs)
+    loss = (inputs.rows.spread(weight_R) * losses_N).sum()
+    means_of_solved: dict[str, Tensor] = {}
+    if config.solved_nll_coef:
+        nll, means_of_solved = _solved_nll(inputs)
+        loss = loss + config.solved_nll_coef * nll
+
+    with torch.no_grad():
+        means = {
+            "loss": losses_N,
+            "ratio_mean": ratio_N,
+            **surrogate_losses.means,
+            **means_of_routers,
+        }
+        means |= {**means_of_solved, **more_means}
+        maxima = {"ratio_max": ratio_N}
+        metrics = _metrics(
+            inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums
+        )
+    return LossOutputs(loss=loss, metrics=metrics)
+
+
+def _weighted_by_length(
+    weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the aggregation's weights [R] times the rollouts' length weights f, and
+    the micro-batch's part of
+
+        dL/dlambda = sum_t a_t l_t df_t/dlambda
+
+    in which only f depends on lambda. All terms of a token's loss are weighted.
+    """
+    if not len(weight_R):
+        return weight_R, {}
+    if LENGTH_WEIGHT not in inputs.numbers:
+        raise ValueError(
+            f"there are length weights but rows have no number {LENGTH_WEIGHT!r}"
+        )
+    slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
+    gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
+    return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: gradient}
+
+
+def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all
+    rollouts of the mini-batch that solved their task, of which this returns the
+    micro-batch's part.
+
+        -sum_{i solved} sum_t log p_it / sum_{i solved} |o_i|
+
+    Neither the correction nor a clip acts on it. It is 0 if nothing was solved.
+    """
+    if not len(inputs.rows.tokens_R):
+        return inputs.current_N.sum(), {}
+    if SOLVED_NUMBER not in inputs.numbers:
+        raise ValueError(
+            f"solved_nll_coef is set but rows have no number {SOLVED_NUMBER!r}"
+        )
+    is_solved_N = inputs.rows.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
+    nll_N = -inputs.current_N.masked_select(is_solved_N)
+    loss = nll_N.sum() / max(inputs.denominators.solved_tokens, 1.0)
+    return loss, {"solved_nll": nll_N}
+
+
+def _kl_term(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
+    """Return the KL term of the loss or the reward: `_divergence` within the clamp."""
+    bound = kl.clamp or math.inf
+    return _divergence(inputs, policy_N, kl).clamp(-bound, bound)
+
+
+def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
+    assert inputs.reference_N is not None
+    return estimate(
+        kl.estimator,
+        policy_N,
+        inputs.reference_N.detach(),
+        inputs.rollout_N.detach(),
+    )
+
+
+def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
+    """Return the advantages [N] with the KL term as a token reward:
+
+        A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
+
+    The sum is over the row's trained tokens, without discount or gradient (Ziegler et
+    al. 2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl
+    subtracts the same penalty of the same policy from the rewards before they become
+    advantages, so there it also enters the baseline and the division by a deviation;
+    here it does not.
+    """
+    penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
+    return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
+
+
+def _metrics(
+    inputs: LossInputs,
+    old_N: Tensor,
+    correction: Correction,
+    config: AlgorithmConfig,
+    *,
+    means: dict[str, Tensor],
+    maxima: dict[str, Tensor],
+    sums: dict[str, Tensor],
+) -> Mapping[str, Metric]:
+    """Return the metrics of the axes in addition to `means`, `maxima` and `sums`."""
+    rollout_N = inputs.rollout_N
+    gap_N = (old_N - rollout_N).abs()
+    means = {
+        **means,
+        "approx_kl": k3(old_N, inputs.current_N),  # the tokens were drawn from old
+        "correction_mean": correction.weight_N,
+        "correction_capped_fraction": correction.capped_N,
+        "logprob_gap_mean": gap_N,
+    }
+    if config.rejection is not None:
+        means["rejected_fraction"] = correction.rejected_N
+    if inputs.reference_N is not None:
+        means["kl_reference"] = k3(inputs.current_N, inputs.reference_N)
+    if inputs.reference_N is not None and config.kl is not None:
+        bound = config.kl.clamp or math.inf
+        policy_N = inputs.current_N if config.kl.added_to == "loss" else old_N
+        estimate_N = _divergence(inputs, policy_N, config.kl)
+        means["kl_clamped_fraction"] = estimate_N.abs() > bound
+    if inputs.entropy_N is not None:
+        means["entropy"] = inputs.entropy_N
+    maxima = {**maxima, "logprob_gap_max": gap_N}
+    if inputs.after_update_N is not None:
+        gaps = gap_N[inputs.after_update_N]
+        means["logprob_gap_after_update_mean"] = gaps
+        maxima["logprob_gap_after_update_max"] = gaps
+    return token_metrics(means, maxima, sums)

@@ -1,0 +1,524 @@
+"""Builds a TrainBatch from a taken batch and its tokens. Pure.
+
+Each trajectory of a rollout becomes one sample, including those of its child sessions.
+Invariant: a sampled token is trained in exactly one sample. A turn that several
+trajectories share is trained in the first of them and is context in the others. A turn
+is not trained if its reply never reached the client or if it was aborted. At the end of
+a trajectory such turns are cut off. Inside a trajectory they stay as context, because
+later turns were conditioned on them.
+
+The reward of a token is that of its turn; if there is none, its trajectory's (that of
+the deepest rewarded turn of the trajectory); if there is none, its child session's;
+else the rollout's final one. With the use "add", all of these count, and a turn also
+has the rewards of the turns that follow it. The advantage of a reward is computed among
+rewards of its own kind (`comparison.py`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.algorithms.advantages.credit import PLAIN_RULES, CreditRules
+from invrl.algorithms.advantages.whitening import whiten_rows
+from invrl.buffer.config import RewardBaseline, RewardUse
+from invrl.buffer.samples.comparison import (
+    Comparison,
+    RewardOwner,
+    batch_comparisons,
+    branch_owners,
+    comparisons,
+)
+from invrl.buffer.samples.credited_groups import credited_group
+from invrl.buffer.samples.token_rewards import token_rewards
+from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
+from invrl.interfaces import AdvantageFn, GroupAdvantageFn
+from invrl.types.batches import (
+    SOLVED_NUMBER,
+    GrammarSpan,
+    TakenBatch,
+    TrainBatch,
+    TrainSample,
+)
+from invrl.types.extra_columns import ExtraColumn
+from invrl.types.groups import Group
+from invrl.types.rollouts import Rollout, RolloutSummary
+from invrl.types.routed_experts import RoutedExperts, unknown_expert
+from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import Turn
+from invrl.user_code.plugins import takes_keyword
+
+REWARDS_COLUMN = "rewards"
+"""Column of a sample's token rewards, where the trainer computes the advantages."""
+SHAPING_NUMBER = "reward_shaping"
+"""Number of a sample that was added to its rollout's final reward, where rewards are
+shaped."""
+
+
+def build_batch(
+    taken: TakenBatch,
+    rollouts: Iterable[Rollout],
+    advantage_fn: AdvantageFn,
+    eps: float,
+    *,
+    baseline: RewardBaseline = "depth",
+    use: RewardUse = "replace",
+    extra_columns: Iterable[ExtraColumn] = (),
+    rules: CreditRules = PLAIN_RULES,
+) -> TrainBatch:
+    """Build samples with their advantages, in the order of the groups. A reward's
+    advantage is written to each trained token that it counts for. A rollout counts once
+    in its group's baseline, however many samples it becomes.
+
+    With `use` "replace", only the most specific reward of a token counts. With "add", a
+    token's advantage is the sum of the advantages of its final, child's and
+    trajectory's reward and of the turn rewards from its own turn to the end of its
+    sample, each times `rules.discount` for every turn in between. With `baseline`
+    "group", turn rewards only and no discount, this is the process supervision of GRPO
+    (arXiv 2402.03300, section 4.1.3).
+
+    The `rules` shape final rewards and leave rollouts out before rewards are compared
+    (`credited_groups.py`), and whiten the advantages afterwards. With
+    `rules.token_level` the advantages are 0, and samples have the column "rewards"
+    instead (`token_rewards.py`).
+
+    Every sample has each of the `extra_columns`, even if its rollout was given no
+    numbers: those of tokens and turns as a column, those of rollouts as a number.
+
+    Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if
+    the advantage function does not return one finite number per rollout; ConfigError
+    for a reward column that samples do not have.
+    """
+    rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
+    declared_columns = tuple(extra_columns)
+    groups = [credited_group(group, rules) for group in taken.groups]
+    advantage_of: dict[RewardOwner, float] = {}
+    if not rules.token_level:
+        compared_groups = [group.compared for group in groups]
+        advantage_of = _advantages_of_batch(
+            compared_groups, baseline, advantage_fn, eps, rules
+        )
+    samples: list[TrainSample] = []
+    advantages: list[NDArray[np.float64]] = []
+    for group in groups:
+        for summary in group.trained():
+            rollout = rollouts_by_session.get(summary.session_id)
+            if rollout is None:
+                place = f"session {summary.session_id} of group {summary.group_id}"
+                raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
+            for row in _rows(rollout, declared_columns):
+                sample = row.sample
+                if summary.session_id in group.shaping:
+                    numbers = {
+                        **sample.numbers,
+                        SHAPING_NUMBER: group.shaping[summary.session_id],
+                    }
+                    sample = replace(sample, numbers=numbers)
+                if rules.solved_reward is not None:
+                    is_solved = summary.reward >= rules.solved_reward
+                    sample = replace(
+                        sample,
+                        numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)},
+                    )
+                if rules.token_level:
+                    sample = _with_token_rewards(
+                        sample, summary, row.branch.turns, use, rules
+                    )
+                    advantages.append(np.zeros(len(sample.tokens_T)))
+                else:
+                    advantages.append(
+                        _token_advantages(
+                            row, summary, advantage_of, use, rules.discount
+                        )
+                    )
+                samples.append(sample)
+    whitened = whiten_rows(
+        advantages,
+        [sample.loss_mask_T for sample in samples],
+        [sample.rollout_id for sample in samples],
+        over=rules.whitening,
+        std_floor=rules.std_floor,
+    )
+    return TrainBatch(
+        batch_id=taken.batch_id,
+        version=taken.version,
+        samples=tuple(samples),
+        advantages=tuple(advantages_T.astype(np.float32) for advantages_T in whitened),
+    )
+
+
+def _with_token_rewards(
+    sample: TrainSample,
+    summary: RolloutSummary,
+    branch_turns: Sequence[Turn],
+    use: RewardUse,
+    rules: CreditRules,
+) -> TrainSample:
+    columns: list[NDArray[np.float32]] = []
+    for name in rules.reward_columns:
+        if name not in sample.columns:
+            reason = f"rows have no column of this name, only {sorted(sample.columns)}"
+            raise ConfigError(
+                "algorithm.reward_columns", name, reason, "declare it, or leave it out"
+            )
+        columns.append(sample.columns[name])
+    rewards_T = token_rewards(
+        summary, branch_turns, sample.loss_mask_T, use=use, columns=columns
+    )
+    return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
+
+
+# ---------------------------------------------------------- trajectories and samples
+
+
+def rows_of(rollout: Rollout) -> list[TrainSample]:
+    """Return the samples of a rollout, without extra columns, whether or not it was
+    trained."""
+    return [row.sample for row in _rows(rollout, ())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Branch:
+    turns: tuple[Turn, ...]
+    """All its turns, from the root to the leaf."""
+    row_turns: tuple[Turn, ...]
+    """Turns of its sample: all up to the last one that may be trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    branch: _Branch
+    sample: TrainSample
+
+
+def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
+    """Return the samples of a rollout. A trajectory becomes no sample if another
+    trajectory continues it, or if all its turns are trained in earlier samples."""
+    branches = _branches(rollout)
+    continued_ids: set[str] = set()
+    for branch in branches:
+        continued_ids.update(turn.id for turn in branch.row_turns[:-1])
+    rows: list[_Row] = []
+    trained_ids: set[str] = set()
+    for branch in branches:
+        last_turn = branch.row_turns[-1]
+        if last_turn.id in continued_ids:
+            continue
+        trainable_ids = {turn.id for turn in branch.row_turns if _may_be_trained(turn)}
+        new_ids = trainable_ids - trained_ids
+        if not new_ids:
+            continue
+        sample = _training_sample(rollout, branch, new_ids, extra_columns)
+        if sample.loss_mask_T.any():
+            rows.append(_Row(branch=branch, sample=sample))
+            trained_ids |= new_ids
+    return rows
+
+
+def _branches(rollout: Rollout) -> list[_Branch]:
+    """Return the trajectories that have a turn to train, without those of untrained
+    roots."""
+    branches: list[_Branch] = []
+    for trajectory in rollout.trajectories:
+        turns = trajectory.turns
+        if turns[0].id in rollout.summary.untrained_roots:
+            continue
+        row_length = len(turns)
+        while row_length > 0 and not _may_be_trained(turns[row_length - 1]):
+            row_length -= 1
+        if row_length > 0:
+            branches.append(_Branch(turns=turns, row_turns=turns[:row_length]))
+    return branches
+
+
+def _may_be_trained(turn: Turn) -> bool:
+    return turn.delivered and turn.trainable
+
+
+def _training_sample(
+    rollout: Rollout,
+    branch: _Branch,
+    trained_ids: set[str],
+    extra_columns: Sequence[ExtraColumn],
+) -> TrainSample:
+    """Build the sample of a trajectory. The sampled tokens of the turns in
+    `trained_ids` are trained; all other tokens are context, with log-prob 0 and version
+    -1."""
+    tokens: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    versions: list[NDArray[np.int32]] = []
+    grammars: list[GrammarSpan] = []
+    turn_spans: list[tuple[int, int]] = []
+    turn_end = 0
+    for turn in branch.row_turns:
+        num_context = len(turn.context_ids_T)
+        num_sampled = len(turn.sampled_ids_T)
+        sampled_start = turn_end + num_context
+        turn_end = sampled_start + num_sampled
+        turn_spans.append((sampled_start, turn_end))
+        is_trained = turn.id in trained_ids
+        if is_trained and turn.grammar:
+            span = GrammarSpan(start=sampled_start, end=turn_end, grammar=turn.grammar)
+            grammars.append(span)
+        tokens.append(turn.context_ids_T)
+        tokens.append(turn.sampled_ids_T)
+        masks.append(np.zeros(num_context, np.bool_))
+        masks.append(np.full(num_sampled, is_trained))
+        logprobs.append(np.zeros(num_context, np.float32))
+        logprobs.append(turn.logprobs_T)
+        versions.append(np.full(num_context, -1, np.int32))
+        versions.append(turn.versions_T)
+    mask_T = np.concatenate(masks)
+    mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
+    logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
+    versions_T = np.where(mask_T, np.concatenate(versions), -1)
+    summary = rollout.summary
+    return TrainSample(
+        tokens_T=np.concatenate(tokens).astype(np.int32, copy=False),
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=logprobs_T.astype(np.float32, copy=False),
+        versions_T=versions_T.astype(np.int32, copy=False),
+        reward=_branch_reward(summary, branch.turns),
+        temperature=_temperature(summary.session_id, branch.row_turns),
+        group_id=summary.group_id,
+        rollout_id=summary.session_id,
+        attempt=summary.attempt,
+        turn_ids=tuple(turn.id for turn in branch.row_turns),
+        turn_spans=tuple(turn_spans),
+        grammars=tuple(grammars),
+        experts_TLK=_experts(rollout, branch.row_turns),
+        top_logprobs=_top_logprobs(rollout, branch.row_turns, mask_T),
+        columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
+        numbers=_extra_numbers(summary, extra_columns),
+    )
+
+
+def _extra_columns(
+    rollout: Rollout,
+    turns: Sequence[Turn],
+    mask_T: NDArray[np.bool_],
+    extra_columns: Sequence[ExtraColumn],
+) -> dict[str, NDArray[np.float32]]:
+    """Return the columns of tokens and turns by name, float32 [T]: 0 at untrained
+    tokens; the default at trained tokens without a number."""
+    columns: dict[str, NDArray[np.float32]] = {}
+    for column in extra_columns:
+        if column.level == "rollout":
+            continue
+        parts: list[NDArray[np.float32]] = []
+        for turn in turns:
+            parts.append(np.zeros(len(turn.context_ids_T), np.float32))
+            parts.append(_numbers_of_turn(rollout, turn, column))
+        columns[column.name] = np.where(mask_T, np.concatenate(parts), np.float32(0.0))
+    return columns
+
+
+def _numbers_of_turn(
+    rollout: Rollout, turn: Turn, column: ExtraColumn
+) -> NDArray[np.float32]:
+    """Return one number for each sampled token of the turn."""
+    if column.level == "token":
+        given_T = rollout.token_numbers.get(turn.id, {}).get(column.name)
+        if given_T is not None:
+            return given_T
+        number = column.default
+    else:
+        number = rollout.summary.turn_numbers.get(turn.id, {}).get(
+            column.name, column.default
+        )
+    return np.full(len(turn.sampled_ids_T), number, np.float32)
+
+
+def _extra_numbers(
+    summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]
+) -> dict[str, float]:
+    """Return the numbers of the rollout, or their defaults, by name."""
+    return {
+        column.name: summary.numbers.get(column.name, column.default)
+        for column in extra_columns
+        if column.level == "rollout"
+    }
+
+
+def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
+    """Return the experts that computed each token of a sample: those of the pass that
+    predicted the next token. Unknown for turns without a record, and for the last
+    token."""
+    recorded = [
+        rollout.routed_experts[turn.id]
+        for turn in turns
+        if turn.id in rollout.routed_experts
+    ]
+    if not recorded:
+        return None
+    _, *sizes = recorded[0].shape
+    dtype = recorded[0].dtype
+    predicting: list[RoutedExperts] = []
+    for turn in turns:
+        num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
+        experts_TLK = rollout.routed_experts.get(turn.id)
+        if experts_TLK is None:
+            experts_TLK = np.full((num_tokens, *sizes), unknown_expert(dtype), dtype)
+        predicting.append(experts_TLK)
+    predicting.append(np.full((1, *sizes), unknown_expert(dtype), dtype))
+    return np.concatenate(predicting)[1:]
+
+
+def _top_logprobs(
+    rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]
+) -> TopLogprobs | None:
+    """Return the likeliest tokens at each trained token of a sample. None in turns
+    without a record."""
+    if not any(turn.id in rollout.top_logprobs for turn in turns):
+        return None
+    parts: list[TopLogprobs] = []
+    for turn in turns:
+        parts.append(TopLogprobs.none(len(turn.context_ids_T), 0))
+        parts.append(
+            rollout.top_logprobs.get(
+                turn.id, TopLogprobs.none(len(turn.sampled_ids_T), 0)
+            )
+        )
+    return TopLogprobs.joined(parts).where(mask_T)
+
+
+def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
+    """Return the reward of the deepest rewarded turn; else that of the child session;
+    else the rollout's."""
+    for turn in reversed(turns):
+        if turn.id in summary.branch_rewards:
+            return summary.branch_rewards[turn.id]
+    session_id = turns[0].session_id
+    return summary.child_rewards.get(session_id, summary.reward)
+
+
+def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
+    """Return the one temperature of a sample, which the run fixes: the trainer divides
+    the sample's logits by it."""
+    temperatures = {turn.temperature for turn in turns}
+    if len(temperatures) != 1:
+        raise BufferStateError(
+            f"session {session_id} was sampled at several temperatures: {temperatures}"
+        )
+    return temperatures.pop()
+
+
+# ----------------------------------------------------------------- advantages
+
+
+def _advantages_of_batch(
+    groups: Sequence[Group],
+    baseline: RewardBaseline,
+    advantage_fn: AdvantageFn,
+    eps: float,
+    rules: CreditRules,
+) -> dict[RewardOwner, float]:
+    if rules.over_batch:
+        return _advantages_of(
+            batch_comparisons(groups, baseline), advantage_fn, eps, None
+        )
+    advantage_of: dict[RewardOwner, float] = {}
+    for group in groups:
+        advantage_of.update(
+            _advantages_of(comparisons(group, baseline), advantage_fn, eps, group)
+        )
+    return advantage_of
+
+
+def _advantages_of(
+    compared: Iterable[Comparison],
+    advantage_fn: AdvantageFn,
+    eps: float,
+    group: Group | None,
+) -> dict[RewardOwner, float]:
+    """Return advantages by owner. `group` is the one whose final rewards are compared
+    first; None: rewards of several groups are compared."""
+    advantage_of: dict[RewardOwner, float] = {}
+    for number, comparison in enumerate(compared):
+        of_rollouts = group if number == 0 else None
+        advantages = _call_advantage_fn(
+            advantage_fn, comparison.rewards_R, eps, of_rollouts
+        )
+        advantage_of.update(zip(comparison.owners, advantages, strict=True))
+    return advantage_of
+
+
+def _call_advantage_fn(
+    advantage_fn: AdvantageFn,
+    rewards_R: NDArray[np.float64],
+    eps: float,
+    group: Group | None,
+) -> Sequence[float]:
+    """Call the function, with the group if it has a parameter for it. None: the rewards
+    are not one per rollout."""
+    if takes_keyword(advantage_fn, "group"):
+        returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
+    else:
+        returned = advantage_fn(rewards_R, eps=eps)
+    advantages_R = np.asarray(returned, np.float64)
+    if advantages_R.shape != rewards_R.shape or not np.isfinite(advantages_R).all():
+        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
+        reason = f"for rewards {rewards_R.tolist()} it returned {advantages_R.tolist()}"
+        fix = "return one finite advantage per reward, also for a single one"
+        raise PluginError("advantage", name, reason, fix)
+    return advantages_R.tolist()
+
+
+def _token_advantages(
+    row: _Row,
+    summary: RolloutSummary,
+    advantage_of: Mapping[RewardOwner, float],
+    use: RewardUse,
+    discount: float,
+) -> NDArray[np.float64]:
+    """Return the advantage of each token of a sample, [T]; 0 for untrained tokens."""
+    turns = row.branch.turns
+    owners = branch_owners(summary, turns)
+    if use == "add":
+        turn_advantages = _summed_advantages(turns, owners, advantage_of, discount)
+    else:
+        turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
+    parts: list[NDArray[np.float64]] = []
+    for turn in row.branch.row_turns:
+        advantage = turn_advantages[turn.id]
+        num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
+        parts.append(np.full(num_tokens, advantage))
+    return np.where(row.sample.loss_mask_T, np.concatenate(parts), 0.0)
+
+
+def _most_particular_advantages(
+    turns: Sequence[Turn],
+    owners: Sequence[RewardOwner],
+    advantage_of: Mapping[RewardOwner, float],
+) -> dict[str, float]:
+    """Return, by turn id, the advantage of the turn's reward, or else of its
+    trajectory's."""
+    branch_advantage = advantage_of[owners[-1]]
+    advantages: dict[str, float] = {}
+    for turn in turns:
+        turn_owner = RewardOwner("turn", turn.id)
+        advantages[turn.id] = advantage_of.get(turn_owner, branch_advantage)
+    return advantages
+
+
+def _summed_advantages(
+    turns: Sequence[Turn],
+    owners: Sequence[RewardOwner],
+    advantage_of: Mapping[RewardOwner, float],
+    discount: float,
+) -> dict[str, float]:
+    """Return, by turn id, the discounted sum of the advantages of the turn, of the
+    turns that follow it, and of the trajectory, whose rewards come with its last
+    turn."""
+    branch_advantage = sum(advantage_of[owner] for owner in owners)
+    turn_sum = 0.0
+    sums: dict[str, float] = {}
+    for turn in reversed(turns):
+        turn_owner = RewardOwner("turn", turn.id)
+        turn_sum = advantage_of.get(turn_owner, 0.0) + discount * turn_sum
+        sums[turn.id] = branch_advantage + turn_sum
+        branch_advantage *= discount
+    return sums

@@ -1,0 +1,658 @@
+"""A typed async client of SGLang's native API: token ids in; ids, log-probs and version
+spans out.
+
+`generate_json` makes the JSON of a generation request. The methods under "control" make
+the other requests. `sglang_responses.py` has the JSON of the responses.
+
+Invariant: the client sends nothing that would kill a server (as a token id outside the
+vocabulary does) or that the server would truncate without an error. Every call has a
+deadline. One instance talks to one base URL: to the router (for the gateway, with the
+key that samples), or to one engine (for the weight receiver and the health check, with
+the admin key too).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from invrl.engines.client.http_connection import (
+    HttpConnection,
+    HttpConnections,
+    HttpError,
+)
+from invrl.engines.client.reply_check import (
+    NewestVersion,
+    ReplyCheck,
+    check_prompt_logprobs,
+)
+from invrl.engines.client.routed_experts import ExpertsShape, first_row, turn_experts
+from invrl.engines.client.sglang_responses import (
+    EngineLoad,
+    GenerateEvent,
+    MetaInfo,
+    decode_event,
+    decode_load,
+    decode_prompt_logprobs,
+    events_of,
+)
+from invrl.engines.client.version_spans import VersionTracker
+from invrl.engines.inside_sglang.canary_priority import canary_rid
+from invrl.engines.inside_sglang.drain_route import DRAIN_PATH
+from invrl.engines.inside_sglang.loader_reply_route import REPLY_PATH
+from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
+from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH, PAUSE_PATH
+from invrl.errors import (
+    DeadlineError,
+    NoEngineError,
+    ServerError,
+    SessionError,
+    WrongAnswerError,
+)
+from invrl.host.output.traces import current_traceparent
+from invrl.types.routed_experts import RoutedExperts
+from invrl.types.sessions import Sampling
+from invrl.types.tasks import Json
+from invrl.types.turns import FinishReason, VersionSpan
+from invrl.types.weights import WeightVersion
+
+_CONTROL_DEADLINE_S = 60.0
+_NO_ENGINE_STATUS = 503
+_CACHE_MEMORY = "kv_cache"
+"""SGLang's tag for the memory of keys and values."""
+_IDLE_CONNECTION_S = 2.0
+"""Below the server's 5 s, so that it does not close a connection just as we write to
+it."""
+_RESERVED_KV_SLOTS = 64
+"""KV slots that SGLang keeps for itself; a request that needs all slots would wait
+forever."""
+
+NEUTRAL_SAMPLING: Mapping[str, Json] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "stop_regex": None,
+    "logit_bias": None,
+    "custom_params": None,
+    "beam_width": None,
+}
+"""Every SGLang parameter that changes sampling, at its neutral value. Each request has
+all of them, because the server may choose values for missing ones."""
+
+TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
+"""A candidate token of a position."""
+NO_TOP: NDArray[np.void] = np.empty(0, TOP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of an engine, from the model folder and the engine's settings."""
+
+    vocab_size: int
+    context_length: int
+    """Tokens of prompt and reply together; the KV cache's size if that is known and
+    smaller."""
+
+    @classmethod
+    def of(
+        cls, model_path: Path | str, *, max_total_tokens: int | None
+    ) -> EngineLimits:
+        """`max_total_tokens`: tokens that the KV cache holds. None: unknown; only the
+        model bounds them."""
+        config = json.loads(
+            (Path(model_path) / "config.json").read_text(encoding="utf-8")
+        )
+        context_length = int(config["max_position_embeddings"])
+        if max_total_tokens is not None:
+            context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)
+        return cls(vocab_size=int(config["vocab_size"]), context_length=context_length)
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session
+    on one engine."""
+
+    rid: str
+    input_ids_T: NDArray[np.int32]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    extra_sampling: Mapping[str, Json] = msgspec.field(default_factory=dict)
+    """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`,
+    ...)."""
+    routing_key: str = ""
+    top_logprobs: int = 0
+    """Number of likeliest tokens to return for each sampled token."""
+    path_tokens: int = 0
+    """Prompt tokens that belong to earlier turns, which recorded their experts."""
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Tokens that arrived since the previous chunk."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    """Spans of the whole output so far: a caller that cancels keeps the sampled tokens.
+    Exact in the last chunk. Before, `VersionTracker` derives them from the chunks'
+    labels; they are never newer than the tokens."""
+    cached_tokens: int = 0
+    """Prompt tokens that the engine had in its cache."""
+    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
+    """[T * top_logprobs]: likeliest tokens at each position in turn, the likeliest
+    first."""
+
+
+class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A finished generation without its tokens."""
+
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    matched_stop: int | str | None
+    """Token id or string that ended it."""
+    prompt_tokens: int
+    cached_tokens: int
+    experts_TLK: RoutedExperts | None = None
+    """Experts of the turn's tokens: those of the prompt that no earlier turn has, then
+    the sampled ones. None if they are not recorded, or missing."""
+
+
+class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
+    """A whole finished generation. An aborted one holds the tokens sampled before."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
+
+
+def generate_json(
+    request: GenerateRequest, *, stream: bool, with_experts: bool = False
+) -> dict[str, Json]:
+    """Return the body of `POST /generate`. `with_experts`: the response includes the
+    experts that computed the tokens."""
+    sampling_params: dict[str, Json] = {
+        **NEUTRAL_SAMPLING,
+        **request.extra_sampling,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
+        "max_new_tokens": request.sampling.max_new_tokens,
+        "skip_special_tokens": False,
+    }
+    if request.stop:
+        sampling_params["stop"] = list(request.stop)
+    if request.stop_token_ids:
+        sampling_params["stop_token_ids"] = list(request.stop_token_ids)
+    if request.ignore_eos:
+        sampling_params["ignore_eos"] = True
+    body: dict[str, Json] = {
+        "rid": request.rid,
+        "input_ids": request.input_ids_T.tolist(),
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+        "stream": stream,
+    }
+    if request.top_logprobs:
+        body["top_logprobs_num"] = request.top_logprobs
+    if with_experts:
+        body["custom_labels"] = {EXPERTS_LABEL: str(first_row(request.path_tokens))}
+    return body
+
+
+class SglangClient:
+    """Async client of one server. Use it inside one event loop, with `async with`, or
+    call `close()` at the end."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        limits: EngineLimits,
+        api_key: str = "",
+        admin_key: str = "",
+        name: str = "",
+        generate_deadline_s: float = 3600.0,
+        experts: ExpertsShape | None = None,
+        newest_version: NewestVersion | None = None,
+        on_wrong_answer: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`name`: the server's name in errors. `experts`: the model's shape, if
+        generations record the experts of their tokens. `newest_version`: tokens of a
+        later one are refused; None: any version may be. `on_wrong_answer`: called for
+        each generation that ends with WrongAnswerError."""
+        self.base_url = base_url.rstrip("/")
+        self.name = name or self.base_url
+        self.limits = limits
+        self.api_key = api_key
+        """Key that samples. For an external engine it is known once the engine has been
+        reached."""
+        self._admin_key = admin_key
+        self._generate_deadline_s = generate_deadline_s
+        self._experts = experts
+        self._newest_version = newest_version
+        self._on_wrong_answer = on_wrong_answer
+        self._http = HttpConnections(self.base_url, idle_s=_IDLE_CONNECTION_S)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self._http.close()
+
+    # ----------------------------------------------------------------- generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate a whole reply. Cancelling the call cancels the generation.
+
+        Raises SessionError (400) for an invalid request, ServerError, DeadlineError.
+        """
+        self.validate(request.input_ids_T, request.sampling.max_new_tokens)
+        answer = await self._ask(
+            "/generate",
+            generate_json(
+                request, stream=False, with_experts=self._experts is not None
+            ),
+            deadline_s=self._generate_deadline_s,
+            routing_key=request.routing_key,
+        )
+        reader = self._reader(request)
+        with self._wrong_answers_told():
+            chunk = reader.add(decode_event(answer))
+            end = reader.end()
+        return GenerateResult(
+            **msgspec.structs.asdict(end),
+            ids_T=chunk.ids_T,
+            logprobs_T=chunk.logprobs_T,
+            top=chunk.top,
+        )
+
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
+        """Yield chunks of new tokens as they come, without keeping them. The last item
+        is the end.
+
+        Errors as in `generate`. Closing the iterator drops the connection, which ends
+        the generation within 0.1 s.
+        """
+        self.validate(request.input_ids_T, request.sampling.max_new_tokens)
+        body = generate_json(
+            request, stream=True, with_experts=self._experts is not None
+        )
+        reader = self._reader(request)
+        try:
+            async with (
+                asyncio.timeout(self._generate_deadline_s),
+                self._open(
+                    "/generate", body, key=self.api_key, routing_key=request.routing_key
+                ) as response,
+            ):
+                async for data in events_of(response):
+                    with self._wrong_answers_told():
+                        chunk = reader.add(decode_event(data))
+                    if len(chunk.ids_T):
+                        yield chunk
+        except TimeoutError:
+            waited_for = f"{self.name} to finish generation {request.rid}"
+            raise DeadlineError(waited_for, self._generate_deadline_s) from None
+        with self._wrong_answers_told():
+            end = reader.end()
+        yield end
+
+    @contextlib.contextmanager
+    def _wrong_answers_told(self) -> Iterator[None]:
+        try:
+            yield
+        except WrongAnswerError:
+            self._on_wrong_answer()
+            raise
+
+    def _reader(self, request: GenerateRequest) -> _GenerationReader:
+        check = ReplyCheck(
+            rid=request.rid,
+            vocab_size=self.limits.vocab_size,
+            max_new_tokens=request.sampling.max_new_tokens,
+            top_logprobs=request.top_logprobs,
+            newest_version=self._newest_version,
+        )
+        return _GenerationReader(request, self._experts, check)
+
+    async def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
+    ) -> list[NDArray[np.float32]]:
+        """Return the log-prob [T-1] of each prompt's token t >= 1 given those before
+        it, at temperature 1. Runs before the requests that wait in the engine's
+        queue."""
+        for prompt in prompts:
+            self.validate(prompt, 1)
+        body: dict[str, Json] = {
+            "rid": canary_rid(),  # SGLang numbers the prompts behind it
+            "input_ids": [[int(token) for token in prompt] for prompt in prompts],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = await self._ask("/generate", body, deadline_s=deadline_s)
+        rows = [row[1:] for row in decode_prompt_logprobs(answers)]
+        if [len(row) for row in rows] != [len(prompt) - 1 for prompt in prompts]:
+            raise WrongAnswerError(
+                "the prompt log-probs and the prompts differ in length"
+            )
+        logprobs = [
+            np.array([logprob for logprob, _, _ in row], np.float32) for row in rows
+        ]
+        for logprobs_T in logprobs:
+            check_prompt_logprobs(logprobs_T)
+        return logprobs
+
+    def validate(
+        self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int
+    ) -> None:
+        """Raise SessionError (400) for a request that would kill the engine, or that it
+        would refuse or truncate."""
+        ids_T = np.asarray(input_ids, np.int64)
+        if ids_T.size == 0:
+            raise SessionError("the prompt is empty", status=400, code="empty_prompt")
+        lowest = int(ids_T.min())
+        highest = int(ids_T.max())
+        if lowest < 0 or highest >= self.limits.vocab_size:
+            invalid_id = lowest if lowest < 0 else highest
+            reason = f"token id {invalid_id} is outside the vocabulary of {self.limits.vocab_size}"
+            raise SessionError(reason, status=400, code="invalid_token_id")
+        if max_new_tokens < 1:
+            reason = f"max_new_tokens is {max_new_tokens}, at least 1 is needed"
+            raise SessionError(reason, status=400, code="invalid_value")
+        context_length = self.limits.context_length
+        if len(ids_T) + max_new_tokens > context_length:
+            lengths = f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones"
+            reason = f"{lengths} exceed the context of {context_length}"
+            raise SessionError(reason, status=400, code="context_length_exceeded")
+
+    # --------------------------------------------- control (an engine, not the router)
+
+    async def pause(self, mode: Literal["retract", "in_place"] = "retract") -> None:
+        """Pause generation. Running requests continue after `resume`. `retract` frees
+        their cache, which is then computed again; `in_place` keeps it."""
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def pause_and_flush(self) -> None:
+        """Pause, and flush the cache, in one request. If the flush is refused, the
+        engine is paused all the same."""
+        await self._control(PAUSE_PATH, {})
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let running requests end; new ones wait until `resume`. Returns False if a
+        request is still running after `timeout_s`."""
+        path = f"{DRAIN_PATH}?timeout={timeout_s:g}"
+        reply = await self._control(
+            path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S
+        )
+        return orjson.loads(reply) == {"drained": True}
+
+    async def resume(self) -> None:
+        await self._control("/continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self, *, idle_within_s: float = 0.0) -> None:
+        """Flush the cache. The engine refuses while a request runs, and for a moment
+        after its reply.
+
+        It therefore waits up to `idle_within_s` until it is idle. A paused engine,
+        whose requests wait, needs no time.
+        """
+        await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
+
+    async def release_cache_memory(self) -> None:
+        """Free the memory of the cache. The engine must be paused and flushed: SGLang
+        ends its scheduler if a request runs. Without its memory saver (on a CPU) it
+        reports success and frees nothing."""
+        await self._control("/release_memory_occupation", {"tags": [_CACHE_MEMORY]})
+
+    async def resume_cache_memory(self) -> None:
+        """Take the memory of the cache back, once after `release_cache_memory`: SGLang
+        ends its scheduler at a second call."""
+        await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]})
+
+    async def begin_weight_update(self) -> None:
+        await self._control("/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        await self._control("/end_weight_update", {})
+
+    async def update_weights_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str, deadline_s: float
+    ) -> None:
+        """`payloads`: one pickled value (base64) per tensor-parallel rank.
+
+        Never sends a version: the server would take it even if the load failed.
+        `name_weights` comes after the checks.
+        """
+        body: dict[str, Json] = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": load_format,
+            "flush_cache": False,
+        }
+        await self._control("/update_weights_from_tensor", body, deadline_s=deadline_s)
+
+    async def name_weights(self, version: WeightVersion) -> str:
+        """Name what is loaded, and read back the name. Running requests go on."""
+        reply = await self._control(f"{NAME_PATH}?version={version}", {})
+        return str(orjson.loads(reply)["weight_version"])
+
+    async def weight_version(self) -> str:
+        """Return the engine's name for its weights."""
+        answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
+        return str(orjson.loads(answer)["weight_version"])
+
+    async def loader_reply(self, name: str) -> bytes:
+        """Return the reply of the engine's weight loader with this name; each reply is
+        served once."""
+        path = f"{REPLY_PATH}/{name}"
+        return await self._ask(
+            path, deadline_s=_CONTROL_DEADLINE_S, key=self._admin_key
+        )
+
+    async def answers(self, *, deadline_s: float) -> bool:
+        """Whether the scheduler answers between two of its steps: it does while paused,
+        not while hung."""
+        with contextlib.suppress(ServerError, DeadlineError):
+            await self._ask("/server_info", deadline_s=deadline_s)
+            return True
+        return False
+
+    async def load(self, *, deadline_s: float) -> EngineLoad:
+        """Return the load that the schedulers published last, without delaying a step.
+        Raises ServerError, DeadlineError."""
+        return decode_load(
+            await self._ask("/v1/loads?include=core", deadline_s=deadline_s)
+        )
+
+    async def generates(self, *, deadline_s: float) -> bool:
+        """Whether the scheduler makes a token: it does not while paused, starting, or
+        hung."""
+        with contextlib.suppress(ServerError, DeadlineError):
+            await self._ask("/health_generate", deadline_s=deadline_s)
+            return True
+        return False
+
+    # ----------------------------------------------------------------- HTTP
+
+    async def _control(
+        self,
+        path: str,
+        body: Mapping[str, Json],
+        *,
+        deadline_s: float = _CONTROL_DEADLINE_S,
+    ) -> bytes:
+        return await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
+
+    async def _ask(
+        self,
+        path: str,
+        body: Mapping[str, Json] | None = None,
+        *,
+        deadline_s: float,
+        key: str | None = None,
+        routing_key: str = "",
+    ) -> bytes:
+        """Return the whole response of `_open`. `key` None stands for the key that
+        samples."""
+        if key is None:
+            key = self.api_key
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._open(path, body, key=key, routing_key=routing_key) as response,
+            ):
+                return await response.read()
+        except TimeoutError:
+            raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self,
+        path: str,
+        body: Mapping[str, Json] | None,
+        *,
+        key: str,
+        routing_key: str = "",
+    ) -> AsyncIterator[HttpConnection]:
+        """POST `body`, or GET without one. Yields the connection once the response
+        begins.
+
+        Raises ServerError if there is no response, or if its status is not 200:
+        NoEngineError if it comes from a router without engines.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        if routing_key:
+            headers["X-SMG-Routing-Key"] = routing_key
+        traceparent = current_traceparent()
+        if traceparent:
+            headers["traceparent"] = traceparent
+        method = "GET" if body is None else "POST"
+        data = b"" if body is None else orjson.dumps(body)
+        try:
+            async with self._http.request(method, path, headers, data) as response:
+                if response.status != 200:
+                    text = (await response.read())[:500].decode(errors="replace")
+                    reason = (
+                        f"{self.name} answered {path} with {response.status}: {text}"
+                    )
+                    if response.status == _NO_ENGINE_STATUS:
+                        raise NoEngineError(reason)
+                    raise ServerError(reason)
+                yield response
+        except HttpError as error:
+            raise ServerError(f"{self.name} does not answer {path}: {error}") from error
+
+
+class _GenerationReader:
+    """Reads one generation: its disjoint events (`--incremental-streaming-output`), or
+    one whole response."""
+
+    def __init__(
+        self, request: GenerateRequest, experts: ExpertsShape | None, check: ReplyCheck
+    ) -> None:
+        self._check = check
+        self._path_tokens = request.path_tokens
+        self._experts = experts
+        self._top_logprobs = request.top_logprobs
+        self._meta: MetaInfo | None = None
+        self._versions = VersionTracker()
+
+    def add(self, event: GenerateEvent) -> GenerateChunk:
+        meta = event.meta_info
+        if meta is None:
+            detail = bytes(event.error or b"")[:500].decode(errors="replace")
+            raise ServerError(f"the engine failed a generation: {detail}")
+        self._check.check_event(event, meta)
+        self._meta = meta
+        sampled = meta.output_token_logprobs
+        self._versions.add(meta.weight_version, len(sampled), meta.weight_versions)
+        self._check.check_spans(self._versions.spans)
+        return GenerateChunk(
+            spans=self._versions.spans,
+            ids_T=np.array([token for _, token, _ in sampled], np.int32),
+            logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
+            top=self._likeliest_tokens(meta),
+            cached_tokens=meta.cached_tokens,
+        )
+
+    def _likeliest_tokens(self, meta: MetaInfo) -> NDArray[np.void]:
+        if not self._top_logprobs:
+            return NO_TOP
+        entries: list[tuple[int, float]] = []
+        for row in meta.output_top_logprobs or ():
+            for logprob, token, _ in row or ():
+                entries.append((token, -np.inf if logprob is None else logprob))
+        return np.array(entries, TOP)
+
+    def end(self) -> GenerateEnd:
+        meta = self._meta
+        if meta is None or meta.finish_reason is None:
+            raise WrongAnswerError("a generation ended without a finish reason")
+        finish = meta.finish_reason
+        if finish.type != "abort":
+            self._check.check_end(meta)
+        if not self._versions.certain and finish.type != "abort":
+            raise ServerError(
+                "the engine's weights changed during a generation, and it does not say where"
+            )
+        matched_stop = finish.matched
+        if isinstance(matched_stop, list):
+            matched_stop = matched_stop[-1]
+        return GenerateEnd(
+            spans=self._versions.spans,
+            finish_reason=finish.type,
+            matched_stop=matched_stop,
+            prompt_tokens=meta.prompt_tokens,
+            cached_tokens=meta.cached_tokens,
+            experts_TLK=self._turn_experts(meta, finish.type),
+        )
+
+    def _turn_experts(
+        self, meta: MetaInfo, finish_reason: FinishReason
+    ) -> RoutedExperts | None:
+        """Return the turn's experts; None for an aborted reply, which is never
+        trained."""
+        if self._experts is None or finish_reason == "abort":
+            return None
+        return turn_experts(
+            meta.routed_experts,
+            self._experts,
+            path_tokens=self._path_tokens,
+            prompt_tokens=meta.prompt_tokens,
+            spans=self._versions.spans,
+        )

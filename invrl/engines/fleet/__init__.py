@@ -1,0 +1,4 @@
+"""All engines and their router as one object, and the watch over them.
+
+Start with `fleet.py`.
+"""

@@ -1,0 +1,561 @@
+"""M engines behind one router, as one object that starts, updates and ends them, or
+uses those of others.
+
+Invariant: an engine that comes back joins `engines` with the fleet's version whole, and
+from then on every update includes it; only then is it registered with the router. An
+engine that leaves (`evict`) is unknown to weight updates at once; in the background it
+is unregistered from the router and then ended. Each engine and the router have a watch
+of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
+raises when a watch itself has failed. A router that dies is started again
+(`fleet_router.py`). A fleet whose last engine has left waits for one that is started
+again (`engine_restarts.py`); only if none may come back any more, `check` raises.
+
+An external engine (`external_engine.py`) is one of them like the others, but that
+nobody here starts or ends its process: one that left is waited for, and joins like an
+engine that was started again.
+
+A plain class, for `invrl serve` and for training. Start it from a thread that lives as
+long as the servers should.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from invrl.engines.config import EngineConfig
+from invrl.engines.fleet.blocking_calls import BlockingCalls
+from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_answer
+from invrl.engines.fleet.engine_restarts import EngineRestarts
+from invrl.engines.fleet.fleet_router import FleetRouter
+from invrl.engines.fleet.fleet_state import FleetState
+from invrl.engines.launch.engine_launcher import Engine, EngineLauncher
+from invrl.engines.launch.sglang_args import router_flags
+from invrl.engines.router.router_server import RouterServer
+from invrl.engines.router.smg import find_smg
+from invrl.errors import DeadlineError, InvrlError, ServerError
+from invrl.host.output.incidents import incidents
+from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.interfaces import WeightReceiver
+from invrl.types.weights import WeightVersion
+from invrl.weights.config import AnyWeights, ArenaWeights
+
+_LOG = logging.getLogger(__name__)
+
+BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
+"""Gives a new engine the fleet's version, and then calls the function, which makes it a
+member of the fleet; no update comes in between."""
+
+_PORT_TRIES = 3
+_END_DEADLINE_S = 60.0
+_END_POLL_S = 0.05
+
+
+class Fleet:
+    """Engines and router. Call `start`; then `router` is for the gateway, and
+    `receivers` are for weight updates."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        model_path: Path,
+        run_folder: Path,
+        sglang: Mapping[str, object] | None = None,
+        router: Mapping[str, object] | None = None,
+        weights: AnyWeights | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        record_experts: bool = False,
+        external_key: str = "",
+        traces_endpoint: str = "",
+        log: LogSettings | None = None,
+        shares_gpus: bool = False,
+        parent: ForkParent | None = None,
+    ) -> None:
+        """Starts the router's process, and one that forks engines. Raises ConfigError.
+
+        `sglang` and `router` are passed through, by upstream's field names.
+        `weights`: None for the defaults. An engine or a router that is silent for
+        longer than `heartbeat_timeout_s` is dead. The exception is one call of an
+        update in which an engine copies or hashes its weights: that may take
+        `weights.timeout_s`. `record_experts`: engines keep which experts computed
+        each token. `external_key`: that of external engines. `traces_endpoint`: where
+        the engines that start here send their spans to; "": nowhere. `log`: how engines
+        that start here log; None for the defaults. `shares_gpus`: with the trainer, by
+        turns; engines then start one after the other. `parent`: forks the engines, and
+        is its owner's to stop; None for one of the fleet's own, where engines can be
+        forked.
+        """
+        self._config = engine
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._shares_gpus = shares_gpus
+        self._start_turn = asyncio.Lock()
+        """Held from an engine's restart until it has joined, if GPUs are shared: it
+        takes the memory that is free at that time."""
+        self._holds_starts = False
+        """The trainer has the GPUs, and holds that lock."""
+        installed_smg = (
+            find_smg(engine.smg_environment) if engine.router == "smg" else None
+        )
+        passthrough = router_flags(router or {}, installed_smg)
+        self._launcher = EngineLauncher(
+            engine,
+            model_path,
+            run_folder,
+            sglang=sglang or {},
+            weights=weights or ArenaWeights.model_validate({}),
+            record_experts=record_experts,
+            external_key=external_key,
+            traces_endpoint=traces_endpoint,
+            log=log,
+            shares_gpus=shares_gpus,
+            parent=parent,
+        )
+        self.limits = self._launcher.limits
+        self.engines: dict[str, Engine] = {}
+        self._restarts = EngineRestarts(
+            engine.max_restarts, external=self._launcher.external_urls
+        )
+        self._leaving: list[Engine] = []
+        """Engines that left and are not being ended yet: `stop` may come first."""
+        self._num_ending = 0
+        self._restarts_engines = False
+        self._bring_up: BringUp | None = None
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._replacements: dict[str, asyncio.Task[None]] = {}
+        self._examination: asyncio.Task[None] | None = None
+        # Threads of our own, enough of them: those that wait for an engine to start
+        # must not delay those that end one.
+        self._calls = BlockingCalls(3 * len(self._launcher.names) + 3, name="fleet")
+        self._router = FleetRouter(
+            engine,
+            run_folder,
+            passthrough=passthrough,
+            installed_smg=installed_smg,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            calls=self._calls,
+        )
+
+    async def start(self) -> None:
+        """Start all engines together, and wait for the external ones; none gets
+        requests before `admit`. After an error nothing is left. Raises ConfigError for
+        an external engine that does not fit the run."""
+        try:
+            self.engines = {name: self._launch(name) for name in self._launcher.names}
+            async with asyncio.TaskGroup() as starts:
+                for name, engine in self.engines.items():
+                    starts.create_task(self._wait_ready(name, engine))
+            await self._router.wait_ready()
+        except ExceptionGroup as errors:
+            await self.stop()
+            first = errors.exceptions[0]
+            raise first from first.__cause__
+        except BaseException:
+            await self.stop()
+            raise
+        for name, engine in self.engines.items():
+            self._watch_engine(name, engine)
+        self._watches["router"] = asyncio.create_task(
+            self._router.watch(self._route_again)
+        )
+
+    async def admit(self) -> None:
+        """Register the engines, which hold the fleet's version, with the router.
+
+        An engine that the router cannot reach leaves. Raises ServerError or
+        DeadlineError if it reaches none.
+        """
+        engines = dict(self.engines)
+        registrations = [self._router.register(engine) for engine in engines.values()]
+        results = await asyncio.gather(*registrations, return_exceptions=True)
+        failures: dict[str, BaseException] = {}
+        for name, result in zip(engines, results, strict=True):
+            if isinstance(result, BaseException):
+                failures[name] = result
+        for name, error in failures.items():
+            if len(failures) == len(engines) or not isinstance(error, InvrlError):
+                raise error
+            self.evict(name, f"the router does not reach it: {error}")
+
+    async def check_unchanged(self) -> None:
+        """Raise ServerError unless every engine holds the weights of its model folder:
+        an external one may have been trained before. For a fleet that gets no weight
+        updates."""
+        for name, engine in self.engines.items():
+            await self._check_unchanged(name, engine)
+
+    async def _check_unchanged(self, name: str, engine: Engine) -> None:
+        version = await engine.client.weight_version()
+        if version != "0":
+            raise ServerError(
+                f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not "
+                "the weights of its model folder: start it again"
+            )
+
+    async def receivers(self) -> Sequence[WeightReceiver]:
+        return [engine.receiver for engine in self.engines.values()]
+
+    @property
+    def router(self) -> RouterServer:
+        """Its process of this moment."""
+        return self._router.server
+
+    @property
+    def evicted(self) -> Mapping[str, str]:
+        """Name -> reason, of the engines that left and have not come back."""
+        return self._restarts.away
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether engines and trainer use the GPUs in turns."""
+        return self._shares_gpus
+
+    def check(self) -> None:
+        """Raise InvrlError if the router is gone for good, no engine is left and none
+        may come back, or a watch has failed."""
+        for name, watch in self._watches.items():
+            if not watch.done() or watch.cancelled():
+                continue
+            error = watch.exception()
+            if isinstance(error, InvrlError):
+                raise error
+            if error is not None:
+                raise ServerError(
+                    f"nobody watches {name} any more: {error!r}"
+                ) from error
+        if not self.engines and self.evicted and not self._may_return():
+            raise ServerError(f"no engine is left: {self._restarts.reasons()}")
+
+    def _may_return(self) -> bool:
+        """Whether an engine that left is being started again and is not overdue."""
+        if not self._restarts_engines:
+            return False
+        return any(
+            not self._replacements[name].done() and not self._restarts.is_overdue(name)
+            for name in self.evicted
+        )
+
+    async def until_engine(self) -> None:
+        """Wait until the fleet has an engine. Raises as `check` does: each start of an
+        engine has a deadline, so this wait needs none. Starts that are held off are
+        allowed meanwhile: where GPUs are shared, the trainer sleeps then."""
+        if self._holds_starts and not self.engines:
+            self.allow_starts()
+            return await self.hold_starts()
+        while not self.engines:
+            self.check()
+            await asyncio.sleep(_END_POLL_S)
+
+    def state(self) -> FleetState:
+        """Return the fleet's state. Any thread may call this."""
+        return FleetState(
+            alive={
+                name: engine.server.url for name, engine in dict(self.engines).items()
+            },
+            lost=tuple(self.evicted),
+            restarts=dict(self._restarts.counts),
+            router_metrics_url=self.router.metrics_url,
+        )
+
+    def evict(self, name: str, reason: str) -> None:
+        """Take an engine out of the fleet; do nothing if it has left already.
+
+        Updates ignore it from now on. In the background it is unregistered, ended, and,
+        once `restart_evicted` has been called, started again. An external engine is
+        only awaited.
+        """
+        engine = self.engines.pop(name, None)
+        if engine is None:
+            return
+        incidents.error("%s leaves the fleet: %s", name, reason)
+        self._restarts.left(name, reason)
+        watch = self._watches.pop(name, None)
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+        self._leaving.append(engine)
+        previous = self._replacements.get(name)
+        self._replacements[name] = asyncio.create_task(
+            self._replace(name, engine, after=previous)
+        )
+
+    async def evict_silent(self) -> None:
+        """Evict the engines that do not answer, before their watches notice."""
+        engines = dict(self.engines)
+        questions = [
+            engine.client.answers(deadline_s=self._heartbeat_timeout_s)
+            for engine in engines.values()
+        ]
+        answers = await asyncio.gather(*questions)
+        for (name, engine), answered in zip(engines.items(), answers, strict=True):
+            if not answered and self.engines.get(name) is engine:
+                self.evict(name, "it does not answer")
+
+    def examine(self, newest_version: WeightVersion) -> None:
+        """Examine every engine with a short request in the background, after one of
+        them gave a wrong answer. One that answers wrongly again leaves the fleet.
+        `newest_version`: of the weights."""
+        if self._examination is None or self._examination.done():
+            _LOG.warning(
+                "an engine has answered wrongly, see gateway.log: all engines are examined"
+            )
+            self._examination = asyncio.create_task(self._examine(newest_version))
+
+    async def _examine(self, newest_version: WeightVersion) -> None:
+        engines = dict(self.engines)
+        questions = [
+            wrong_answer(
+                engine.client,
+                vocab_size=self.limits.vocab_size,
+                newest_version=newest_version,
+                deadline_s=TOKEN_TIMEOUTS * self._heartbeat_timeout_s,
+            )
+            for engine in engines.values()
+        ]
+        reasons = await asyncio.gather(*questions)
+        for (name, engine), reason in zip(engines.items(), reasons, strict=True):
+            if reason and self.engines.get(name) is engine:
+                self.evict(name, reason)
+
+    def restart_evicted(self, bring_up: BringUp | None = None) -> None:
+        """Start engines that left again from now on, including those that already left.
+
+        Each is started at most `engine.max_restarts` times an hour, in the background;
+        an external one is waited for as long as the fleet lives. `bring_up` gives it
+        the fleet's version; None where nobody sends weights, and it serves those of its
+        model folder.
+        """
+        self._restarts_engines = True
+        self._bring_up = bring_up
+        for name in self.evicted:
+            if self._restarts.are_allowed(name) and self._replacements[name].done():
+                self._replacements[name] = asyncio.create_task(
+                    self._replace(name, None, after=None)
+                )
+
+    async def hold_starts(self) -> None:
+        """Wait until the fleet has an engine and none is starting, and block starts
+        until `allow_starts`. Starts have deadlines, so this wait needs none. Raises as
+        `check` does."""
+        while True:
+            await self.until_engine()
+            await self._start_turn.acquire()
+            if self.engines:
+                self._holds_starts = True
+                return
+            self._start_turn.release()
+
+    def allow_starts(self) -> None:
+        """Do nothing if they are allowed."""
+        if self._holds_starts:
+            self._holds_starts = False
+            self._start_turn.release()
+
+    async def until_lost_have_ended(self) -> None:
+        """Wait until the processes of all engines that left have ended. Raises
+        DeadlineError."""
+        try:
+            async with asyncio.timeout(_END_DEADLINE_S):
+                while self._leaving or self._num_ending:
+                    await asyncio.sleep(_END_POLL_S)
+        except TimeoutError:
+            raise DeadlineError("lost engines to end", _END_DEADLINE_S) from None
+
+    async def stop(self) -> None:
+        """End everything, even if a part of it fails. Idempotent."""
+        tasks = [*self._watches.values(), *self._replacements.values()]
+        if self._examination is not None:
+            tasks.append(self._examination)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._watches.clear()
+        self._replacements.clear()
+        engines = [*self.engines.values(), *self._leaving]
+        self.engines = {}
+        await asyncio.gather(
+            *(self._end(engine) for engine in engines), self._router.stop()
+        )
+        if self._launcher.own_parent is not None:
+            await self._calls.run(self._launcher.own_parent.stop)
+        # A cancelled task may have left a thread behind that ends a process.
+        await self._calls.until_ended()
+
+    # ----------------------------------------------------------------- watches
+
+    def _watch_engine(self, name: str, engine: Engine) -> None:
+        self._watches[name] = asyncio.create_task(self._watch(name, engine))
+
+    async def _watch(self, name: str, engine: Engine) -> None:
+        try:
+            reason = await self._death(engine)
+        except Exception as error:  # of this engine, not of the fleet
+            _LOG.exception("the health of %s cannot be checked", name)
+            reason = f"its health cannot be checked: {error!r}"
+        if self.engines.get(name) is engine:
+            self.evict(name, reason)
+
+    def _death(self, engine: Engine) -> Awaitable[str]:
+        return engine_death(
+            engine.server.processes(),
+            engine.client,
+            engine.receiver,
+            timeout_s=self._heartbeat_timeout_s,
+            interval_s=self._config.health_interval_s,
+        )
+
+    async def _route_again(self, dead: RouterServer) -> None:
+        """Register with a router that was started again the engines that the dead one
+        routed to and that are still there."""
+        for name, engine in list(self.engines.items()):
+            try:
+                if not await self._router.register_again(engine, dead):
+                    continue
+            except (ServerError, DeadlineError) as error:
+                self.evict(name, f"the restarted router does not reach it: {error}")
+            if self.engines.get(name) is not engine:  # it left meanwhile
+                await self._router.unregister(engine)
+
+    # ------------------------------------------------------------- engines come and go
+
+    async def _replace(
+        self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None
+    ) -> None:
+        """End an engine that left, and start it again while that is wanted and allowed.
+        `after`: task that started this engine and may not have registered it yet."""
+        if after is not None:
+            await after
+        if engine is not None:
+            await self._retire(engine)
+        while self._restarts_engines and self._restarts.are_allowed(name):
+            async with self._start_turn if self._shares_gpus else nullcontext():
+                count = self._restarts.begin(name)
+                if not self.engines:
+                    incidents.warning(
+                        "no engine is left: requests and weight updates wait for %s (restart %s)",
+                        name,
+                        count,
+                    )
+                try:
+                    return await self._restart(name)
+                except Exception as error:
+                    # of this engine: the others go on without it
+                    _LOG.exception("%s did not come back (%s)", name, count)
+                    self._restarts.failed(name, error)
+            if name in self._launcher.external_urls:
+                await asyncio.sleep(self._config.health_interval_s)
+        if self._restarts_engines:
+            most = self._config.max_restarts
+            incidents.error(
+                "%s stays away: it left more than %d times in an hour", name, most
+            )
+
+    async def _restart(self, name: str) -> None:
+        """Start a new process under the name. It joins the fleet once it holds the
+        fleet's version.
+
+        Raises InvrlError before that. An engine that has joined and cannot be reached
+        by the router is evicted.
+        """
+        engine = await self._started(name, self._launch(name))
+
+        def join() -> None:
+            self.engines[name] = engine
+            self._restarts.returned(name)
+
+        async def join_unchanged() -> None:
+            await self._check_unchanged(name, engine)
+            join()
+
+        if self._bring_up is None:
+            bring_up = join_unchanged()
+        else:
+            bring_up = self._bring_up(engine.receiver, join)
+        try:
+            await self._while_alive(engine, bring_up)
+        except BaseException:
+            self.engines.pop(name, None)
+            await self._retire(engine)
+            raise
+        if self.engines.get(name) is engine:
+            self._watch_engine(name, engine)
+            await self._register_joined(name, engine)
+
+    async def _register_joined(self, name: str, engine: Engine) -> None:
+        """Register an engine of the fleet; it may leave meanwhile."""
+        try:
+            await self._router.register(engine)
+        except InvrlError as error:
+            if self.engines.get(name) is engine:
+                self.evict(name, f"the router does not reach it: {error}")
+            return
+        if self.engines.get(name) is engine:
+            incidents.warning("%s is back", name)
+        else:
+            await self._router.unregister(engine)
+
+    async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
+        """Await `work` on an engine that has no watch yet. Raises ServerError if the
+        engine dies first."""
+        working = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._death(engine))
+        try:
+            await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ServerError(f"{engine.server.name} died: {death.result()}")
+        finally:
+            working.cancel()
+            death.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
+        working.result()
+
+    def _launch(self, name: str) -> Engine:
+        return self._launcher.launch(name, api_key=self.router.engine_api_key)
+
+    async def _wait_ready(self, name: str, engine: Engine) -> None:
+        self.engines[name] = await self._started(name, engine)
+
+    async def _started(self, name: str, engine: Engine) -> Engine:
+        """Return `engine` once it is up, or another one under the name if a stranger
+        took its port.
+
+        Raises ServerError or DeadlineError; the engine has ended then.
+        """
+        for tries_left in reversed(range(_PORT_TRIES)):
+            try:
+                await self._calls.run(engine.server.wait_ready)
+                break
+            except ServerError:
+                lost_its_port = engine.server.lost_its_port()
+                await self._end(engine)
+                if not lost_its_port or tries_left == 0:
+                    raise
+                _LOG.warning("%s is started again: somebody took its port", name)
+                engine = self._launch(name)
+            except BaseException:
+                await self._end(engine)
+                raise
+        # that of an external engine is known now
+        engine.client.api_key = engine.server.api_key
+        return engine
+
+    async def _retire(self, engine: Engine) -> None:
+        try:
+            await self._router.unregister(engine)
+        finally:
+            await self._end(engine)
+
+    async def _end(self, engine: Engine) -> None:
+        """End an engine. Only log what does not end: everything else must still be
+        ended."""
+        self._leaving = [other for other in self._leaving if other is not engine]
+        self._num_ending += 1
+        try:
+            try:
+                await engine.client.close()
+            finally:
+                await self._calls.run(engine.server.stop)
+        except Exception:
+            _LOG.exception("%s could not be ended", engine.server.name)
+        finally:
+            self._num_ending -= 1

@@ -1,0 +1,139 @@
+"""The start of one engine of a fleet: its process, or the address of one that others
+start, the client with its keys, and its receiver of weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
+from invrl.engines.client.weight_receiver import RECEIVERS, EngineReceiver
+from invrl.engines.config import EngineConfig
+from invrl.engines.inside_sglang.engine_traces import FLAG
+from invrl.engines.launch.engine_server import (
+    ENGINE_MODULE,
+    EngineServer,
+    count_gpus,
+    max_total_tokens,
+)
+from invrl.engines.launch.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.launch.sglang_args import flags_of_run
+from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.fork_parent import ForkParent
+from invrl.weights.config import AnyWeights
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """One engine of the fleet: its process or address, its client with the keys, and
+    its receiver."""
+
+    server: EngineServer | ExternalEngine
+    client: SglangClient
+    receiver: EngineReceiver
+
+
+class EngineLauncher:
+    """Launches engines by name, each as often as it is asked to. All have the same
+    settings."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        run_folder: Path,
+        *,
+        sglang: Mapping[str, object],
+        weights: AnyWeights,
+        record_experts: bool,
+        external_key: str,
+        traces_endpoint: str,
+        log: LogSettings | None,
+        shares_gpus: bool,
+        parent: ForkParent | None,
+    ) -> None:
+        """Starts the process that forks engines, unless `parent` does. The parameters
+        are those of `Fleet`. Raises ConfigError."""
+        self._config = config
+        self._model_path = model_path
+        self._run_folder = run_folder
+        self._weights = weights
+        self._external_key = external_key
+        self._log = log
+        in_place = weights.inflight == "in_place"
+        self.sglang_flags = flags_of_run(
+            sglang,
+            in_place=in_place,
+            record_experts=record_experts,
+            traces_endpoint=traces_endpoint,
+            shares_gpu=shares_gpus and count_gpus() > 0,
+        )
+        self._traits = wanted_traits(
+            config, model_path, in_place=in_place, record_experts=record_experts
+        )
+        self.external_urls = {
+            f"external-{index}": url.rstrip("/")
+            for index, url in enumerate(config.external_engines)
+        }
+        """URLs of the external engines, by name."""
+        self.limits = EngineLimits.of(
+            model_path, max_total_tokens=max_total_tokens(config)
+        )
+        self.own_parent: ForkParent | None = None
+        """The process that forks the engines, if it is to end together with them."""
+        self._parent = self._find_parent(parent)
+
+    def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
+        """Return the process that forks the engines; None if they cannot be forked
+        (`host/processes/fork_parent.py`), or if spans are sent, whose exporter is chosen before
+        SGLang is imported."""
+        if not self._config.num_engines or count_gpus() or FLAG in self.sglang_flags:
+            return None
+        if given is not None:
+            return given
+        log_file = self._run_folder / "logs" / "engine-parent.log"
+        self.own_parent = ForkParent(ENGINE_MODULE, log=log_file)
+        return self.own_parent
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all engines of the fleet."""
+        own = [f"engine-{index}" for index in range(self._config.num_engines)]
+        return [*own, *self.external_urls]
+
+    def launch(self, name: str, *, api_key: str | None) -> Engine:
+        """Start an engine's process, in this thread: the kernel ends it together with
+        the thread. The name of an external engine starts nothing. `api_key`: the one
+        that the engine must have; None: one of its own."""
+        server: EngineServer | ExternalEngine
+        if name in self.external_urls:
+            server = ExternalEngine(
+                name,
+                self.external_urls[name],
+                key=self._external_key,
+                traits=self._traits,
+                total_tokens=max_total_tokens(self._config),
+                start_timeout_s=self._config.start_timeout_s,
+            )
+        else:
+            server = EngineServer(
+                name,
+                self._config,
+                model_path=self._model_path,
+                run_folder=self._run_folder,
+                passthrough=self.sglang_flags,
+                api_key=api_key,
+                log=self._log,
+                parent=self._parent,
+            )
+        client = SglangClient(
+            server.url,
+            limits=self.limits,
+            api_key=server.api_key,
+            admin_key=server.admin_key,
+            name=name,
+        )
+        receiver = RECEIVERS[self._weights.transport](
+            name, client, self._weights, num_ranks=self._config.tp_size
+        )
+        receiver.replies_over_http = name in self.external_urls
+        return Engine(server=server, client=client, receiver=receiver)

@@ -1,0 +1,2 @@
+"""The router in front of the engines, sglang-router or smg: its process and its
+options."""

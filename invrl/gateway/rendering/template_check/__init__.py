@@ -1,0 +1,1 @@
+"""`invrl check-template`: the check of a chat template, and its conversations."""

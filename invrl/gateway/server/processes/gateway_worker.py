@@ -1,0 +1,134 @@
+"""One worker of the gateway: it serves the application on inherited sockets.
+
+The supervisor forks it. Threads, the event loop and the store exist only from `serve`
+on.
+"""
+
+import asyncio
+import gc
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from invrl.engines.client.routed_experts import ExpertsShape
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
+from invrl.gateway.registry import WorkerPlace
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.replies.parsers import Parsers
+from invrl.gateway.server.http.http_protocol import limited_http_protocol
+from invrl.gateway.server.processes.heartbeat_page import beat_interval_s
+from invrl.gateway.server.routes.app import make_app
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.output.log_lines import write_log_lines
+from invrl.host.output.traces import open_traces
+from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types.weights import WeightVersion
+
+
+def serve(
+    settings: GatewaySettings,
+    renderer: Renderer,
+    parsers: Parsers,
+    place: WorkerPlace,
+    sockets: list[socket.socket],
+    *,
+    beat: Callable[[], None],
+    run_ended: Callable[[], bool],
+    newest_version: Callable[[], WeightVersion],
+    on_wrong_answer: Callable[[], object],
+) -> None:
+    """Run until SIGTERM, which the caller has blocked. On return, every accepted turn
+    is committed. `beat` is called regularly while the event loop runs. `run_ended`:
+    whether environments that the run did not start learn that it has ended.
+    `newest_version` and `on_wrong_answer` are those of `SglangClient`."""
+    write_log_lines(f"gateway-worker-{place.number}", settings.log)
+    # uvicorn raises the signal that ended it once more, for the handler that was there
+    # before its own. (With SIG_IGN the kernel would discard a signal that arrived while
+    # it was blocked.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    store = RunStoreWriter(
+        Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s
+    )
+    fleet = _fleet_client(settings, newest_version, on_wrong_answer)
+    traces = open_traces(
+        settings.otel_endpoint, service="invrl-gateway", run=settings.run_id
+    )
+
+    async def beat_forever() -> None:
+        while True:
+            beat()
+            await asyncio.sleep(beat_interval_s(settings.heartbeat_timeout_s))
+
+    async def run() -> None:
+        beating = asyncio.create_task(beat_forever())
+        app = make_app(
+            settings,
+            sampler=fleet,
+            renderer=renderer,
+            parsers=parsers,
+            store=store,
+            place=place,
+            traces=traces,
+            on_shutdown=fleet.close,
+            ending=lambda: server.should_exit,
+            run_ended=run_ended,
+        )
+        http_protocol = limited_http_protocol(
+            head_timeout_s=settings.head_timeout_s,
+            write_timeout_s=settings.write_timeout_s,
+        )
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_level="warning",
+            log_config=None,  # its records go where ours go
+            timeout_graceful_shutdown=3,
+            timeout_keep_alive=75,
+            proxy_headers=False,
+            http=http_protocol,
+            backlog=4096,
+        )
+        server = uvicorn.Server(config)
+        # uvicorn sets its handler before its first await; SIGTERM is unblocked right
+        # after that.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+        gc.freeze()  # what is loaded stays: collecting it again stopped every stream for 0.2 s
+        # Sessions are freed by reference count; a search for cycles in all of them
+        # stopped every stream for 60 ms.
+        gc.set_threshold(5000, 3, 1000)
+        await server.serve(sockets)
+        beating.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    store.close()
+    if traces is not None:
+        traces.close()
+
+
+def _fleet_client(
+    settings: GatewaySettings,
+    newest_version: Callable[[], WeightVersion],
+    on_wrong_answer: Callable[[], object],
+) -> SglangClient:
+    api_key = ""
+    if settings.router_api_key is not None:
+        api_key = settings.router_api_key.get_secret_value()
+    experts = ExpertsShape.of(settings.model_path) if settings.record_experts else None
+    return SglangClient(
+        settings.router_url,
+        limits=EngineLimits(
+            vocab_size=settings.vocab_size, context_length=settings.context_length
+        ),
+        api_key=api_key,
+        name="the fleet",
+        generate_deadline_s=settings.session.generate_timeout_s,
+        experts=experts,
+        newest_version=newest_version,
+        on_wrong_answer=on_wrong_answer,
+    )

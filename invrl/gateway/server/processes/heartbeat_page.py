@@ -1,0 +1,160 @@
+"""Heartbeats of the gateway's processes, in one page of shared memory.
+
+The supervisor and the event loop of each worker each increment a counter. The
+supervisor checks the workers' counters; the process that started the gateway checks the
+supervisor's. A process whose counter has not changed for `heartbeat_timeout_s` is
+stopped or hangs: it is killed and replaced like one that died. The page also tells the
+workers that the run has ended, and the newest version of the weights; in it the workers
+count wrong answers of engines, and the lived time of each worker's place. Invariant: a
+suspended machine or a stopped watcher makes no process count as silent: of the time
+between two checks, at most a quarter of the timeout counts.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from invrl.host.processes.lived_time import Stopwatch
+from invrl.types.weights import WeightVersion
+
+SUPERVISOR = 0
+"""Index of the supervisor in the page; worker n has index n + 1."""
+START_ALLOWANCE_S = 120.0
+"""Deadline of a new process's first heartbeat."""
+_WORD_BYTES = 8
+
+
+def worker_place(number: int) -> int:
+    return number + 1
+
+
+def beat_interval_s(timeout_s: float) -> float:
+    """Return the seconds between two heartbeats of a process, and between two checks of
+    them."""
+    return min(1.0, timeout_s / 8)
+
+
+class HeartbeatPage:
+    """An array of uint64. The supervisor and each of `workers` workers have five words:
+    the number of heartbeats, how often the process was killed because they stopped,
+    wrong answers of engines, how often it has ended by itself, and the lived time of
+    its place (`LivedTime`). Then comes the newest version of the weights. The last word
+    is not 0 once the run has ended. `file` is the open file that `create` returned,
+    which child processes inherit."""
+
+    def __init__(self, file: int, *, workers: int) -> None:
+        self._places = workers + 1
+        self._words = memoryview(mmap.mmap(file, _page_bytes(workers))).cast("Q")
+
+    @staticmethod
+    def create(*, workers: int) -> int:
+        """Return an open file for the page; all words are 0."""
+        file = os.memfd_create("invrl-gateway-heartbeats")
+        os.ftruncate(file, _page_bytes(workers))
+        return file
+
+    def end_run(self) -> None:
+        """Tell all workers that the run has ended. This is permanent: the next run has
+        another page."""
+        self._words[-1] = 1
+
+    def run_has_ended(self) -> bool:
+        return self._words[-1] != 0
+
+    def announce_version(self, version: WeightVersion) -> None:
+        """Announce that an engine may hold this version. 0 until the first call: the
+        model folder's weights."""
+        self._words[-2] = version
+
+    def newest_version(self) -> WeightVersion:
+        return WeightVersion(self._words[-2])
+
+    def count_wrong_answer(self, place: int) -> None:
+        self._words[2 * self._places + place] += 1
+
+    def wrong_answers(self) -> int:
+        """Return the wrong answers of engines to all workers, since the page was
+        made."""
+        return sum(self._words[2 * self._places : 3 * self._places])
+
+    def count_ended(self, place: int) -> None:
+        self._words[3 * self._places + place] += 1
+
+    def ended(self, place: int) -> int:
+        """Return how often a process in this place has ended without being killed for
+        its silence."""
+        return self._words[3 * self._places + place]
+
+    def lived_word(self, number: int) -> memoryview:
+        """Return where worker `number`, and those that replace it, count their lived
+        time."""
+        position = 4 * self._places + worker_place(number)
+        return self._words[position : position + 1]
+
+    def beat(self, place: int) -> None:
+        self._words[place] += 1
+
+    def beats(self, place: int) -> int:
+        """Return the heartbeats since the process in this place was started."""
+        return self._words[place]
+
+    def start_over(self, place: int) -> None:
+        """Reset the place for another process that has not sent a heartbeat yet."""
+        self._words[place] = 0
+
+    def count_hung(self, place: int) -> None:
+        self._words[self._places + place] += 1
+
+    def hung(self, place: int) -> int:
+        """Return how often a process in this place was killed because its heartbeats
+        stopped."""
+        return self._words[self._places + place]
+
+
+def _page_bytes(workers: int) -> int:
+    return _WORD_BYTES * (5 * (workers + 1) + 2)
+
+
+class SilenceWatch:
+    """Finds the processes of `places` that have sent no heartbeat for `timeout_s`.
+    `silent` must be called regularly."""
+
+    def __init__(
+        self,
+        page: HeartbeatPage,
+        places: Sequence[int],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._page = page
+        self._timeout_s = timeout_s
+        self._stopwatch = Stopwatch(longest_gap_s=timeout_s / 4, clock=clock)
+        self._beats = dict.fromkeys(places, 0)
+        self._silent_s = dict.fromkeys(places, 0.0)
+
+    def silent(self) -> list[int]:
+        """Return the places without a heartbeat for `timeout_s`. A process that has not
+        sent its first one is allowed `START_ALLOWANCE_S`."""
+        elapsed_s = self._stopwatch.lap_s()
+        silent_places = []
+        for place, last_beats in self._beats.items():
+            beats = self._page.beats(place)
+            if beats != last_beats:
+                self._beats[place] = beats
+                self._silent_s[place] = 0.0
+                continue
+            self._silent_s[place] += elapsed_s
+            allowed_s = self._timeout_s
+            if beats == 0:
+                allowed_s = max(self._timeout_s, START_ALLOWANCE_S)
+            if self._silent_s[place] >= allowed_s:
+                silent_places.append(place)
+        return silent_places
+
+    def start_over(self, place: int) -> None:
+        """Reset the place for another process."""
+        self._page.start_over(place)
+        self._beats[place] = 0
+        self._silent_s[place] = 0.0

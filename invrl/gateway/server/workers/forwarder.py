@@ -1,0 +1,270 @@
+"""Forwards a request to the worker that holds its session, and the answer back to the
+client.
+
+An ASGI layer around the application of each worker when there are several: any
+connection serves any session. Invariants: the body of a request is read only if its key
+was made by this gateway (the owner decides whether the key opens a session); an answer
+is passed on as it arrives; if the client disconnects, the request to the owner ends
+too; if the owner dies before it begins to answer, the request goes to its successor, as
+a retry like a client's; if the owner dies during the answer, the answer breaks off; a
+request goes to the owner's address, whatever its request line.
+"""
+
+import asyncio
+import hmac
+import logging
+import zlib
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from yarl import URL
+
+from invrl.errors import SessionError
+from invrl.gateway.keys import (
+    hash_key,
+    hash_of_same_key,
+    is_signed,
+    keys_of_request,
+    unauthorized,
+)
+from invrl.gateway.server.http.connection import ClientConnection
+from invrl.gateway.server.http.refusals import FormatError
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.gateway.server.workers.peers import Peers
+
+_log = logging.getLogger(__name__)
+_SUCCESSOR_S = 30.0
+"""Deadline of the successor of a dead worker."""
+_PAUSE_S = 0.05
+"""Pause between two tries to reach the owner."""
+_CONNECTION_HEADERS = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "te",
+    "trailer",
+    "upgrade",
+    "expect",
+}
+"""Headers of one connection, which are not forwarded."""
+_SERVER_HEADERS = {"date", "server"}
+"""Headers that this worker's own server adds to the answer."""
+
+
+class _OpenRequest(msgspec.Struct):
+    """Relevant field of a request that opens sessions."""
+
+    request_id: str | None = None
+
+
+class Forwarder:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        peers: Peers,
+        settings: GatewaySettings,
+        format_error: FormatError,
+    ) -> None:
+        self._app = app
+        self._peers = peers
+        self._settings = settings
+        self._format_error = format_error
+        self._env_key = settings.env_key.get_secret_value()
+        # An answer that is not streamed arrives after its generation, which is
+        # requested at most twice.
+        longest_s = 2 * settings.session.generate_timeout_s + 60
+        self._timeout = aiohttp.ClientTimeout(
+            sock_connect=_SUCCESSOR_S, sock_read=longest_s
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = ClientConnection(scope, receive, send)
+        place = self._peers.place
+        path_key, session_id = _names_in_path(scope["path"])
+        keys = keys_of_request(path_key or None, client.headers)
+        first_key = keys[0] if keys else ""
+        owner = place.owner(path_key or session_id or first_key)
+        opens_sessions = (
+            owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
+        )
+        if not opens_sessions and owner in (None, place.number):
+            await self._app(scope, receive, send)
+            return
+        try:
+            if opens_sessions:
+                self._check_environment_key(keys)
+            else:
+                self._check_keys(keys)
+            limit = self._settings.max_body_bytes
+            body = await client.sent_body(
+                limit=limit, deadline_s=self._settings.body_timeout_s
+            )
+            if opens_sessions:
+                owner = self._opener(await client.decompressed(body, limit=limit))
+                if owner == place.number:
+                    await self._app(scope, _receive_again(body, client), send)
+                    return
+            assert owner is not None
+            await client.unless_gone(self._forward(client, scope, owner, body))
+        except SessionError as error:
+            if not client.gone.is_set():
+                headers = {"content-type": "application/json"}
+                await client.answer(
+                    error.status, headers, self._format_error(Request(scope), error)
+                )
+        finally:
+            client.release()
+
+    def _check_environment_key(self, keys: Sequence[str]) -> None:
+        """Raise SessionError 401 unless the request carries the environment key."""
+        if not hmac.compare_digest(hash_of_same_key(keys), hash_key(self._env_key)):
+            raise unauthorized("this needs the environment key")
+
+    def _check_keys(self, keys: Sequence[str]) -> None:
+        """Raise SessionError 401 unless each key is the environment key or a session
+        key made by this gateway."""
+        secret = self._env_key.encode()
+        for key in keys:
+            is_environment = hmac.compare_digest(hash_key(key), hash_key(self._env_key))
+            if not is_environment and not is_signed(key, secret):
+                raise unauthorized("unknown session key")
+        if not keys:
+            raise unauthorized(
+                "no key: give it as bearer or as x-api-key, a session's own also in the path"
+            )
+
+    def _opener(self, body: bytes) -> int:
+        """Return the worker that opens the sessions: this one, or, for a request with
+        an id, the same worker at each of its tries."""
+        place = self._peers.place
+        try:
+            request_id = msgspec.json.decode(body, type=_OpenRequest).request_id
+        except (
+            ValueError,
+            RecursionError,
+        ):  # the session API reports what is wrong with the body
+            request_id = None
+        if not request_id:
+            return place.number
+        return zlib.crc32(request_id.encode()) % len(place.urls)
+
+    async def _forward(
+        self, client: ClientConnection, scope: Scope, owner: int, body: bytes
+    ) -> bool:
+        """Forward a request. True if the client received the whole answer. Raises
+        SessionError 503 if neither the owner nor a successor answers."""
+        url = _url_at(URL(self._peers.place.urls[owner]), scope)
+        headers = {
+            name: text
+            for name, text in client.headers.items()
+            if name not in _CONNECTION_HEADERS
+        }
+        headers["content-length"] = str(len(body))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SUCCESSOR_S
+        while True:
+            try:
+                return await self._relay(client, scope["method"], url, headers, body)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if (
+                    client.started
+                ):  # the answer stays incomplete and ends with the client's connection
+                    _log.warning("worker %d broke off an answer: %r", owner, error)
+                    return False
+                if loop.time() > deadline:
+                    raise SessionError(
+                        f"worker {owner} of the gateway does not answer",
+                        status=503,
+                        code="gateway_unavailable",
+                        retry_after_s=1.0,
+                    ) from None
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _relay(
+        self,
+        client: ClientConnection,
+        method: str,
+        url: URL,
+        headers: dict[str, str],
+        body: bytes,
+    ) -> bool:
+        async with self._peers.http.request(
+            method,
+            url,
+            headers=headers,
+            data=body,
+            allow_redirects=False,
+            timeout=self._timeout,
+        ) as answer:
+            not_forwarded = _CONNECTION_HEADERS | _SERVER_HEADERS
+            answer_headers = {
+                name.lower(): text for name, text in answer.headers.items()
+            }
+            forwarded = {
+                name: text
+                for name, text in answer_headers.items()
+                if name not in not_forwarded
+            }
+            await client.start(answer.status, forwarded)
+            async for piece in answer.content.iter_any():
+                await client.write(piece)
+        return await client.end(b"")
+
+
+def _url_at(worker: URL, scope: Scope) -> URL:
+    """Return the URL of a request at another worker: the worker's address with the
+    client's path and query, byte for byte. Raises SessionError 400 for a path that
+    could become a part of the address."""
+    path = scope["raw_path"].decode("latin-1")
+    url = URL.build(
+        scheme=worker.scheme,
+        host=worker.host or "",
+        port=worker.port,
+        path=path,
+        query_string=scope["query_string"].decode("latin-1"),
+        encoded=True,
+    )
+    if not path.startswith("/") or url.origin() != worker.origin():
+        raise SessionError(
+            "the request's path does not begin with /",
+            status=400,
+            code="invalid_request",
+        )
+    return url
+
+
+def _names_in_path(path: str) -> tuple[str, str]:
+    """Return the key and the id of the session in a path; "" for each that is
+    missing."""
+    parts = path.split("/")
+    if len(parts) < 3:
+        return "", ""
+    kind = parts[1]
+    name = parts[2]
+    if kind == "s":
+        return name, ""
+    if kind == "sessions":
+        return "", name
+    return "", ""
+
+
+def _receive_again(body: bytes, client: ClientConnection) -> Receive:
+    """Return a `receive` that returns a body that has been read already."""
+    messages: list[Message] = [
+        {"type": "http.request", "body": body, "more_body": False}
+    ]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await client.gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive

@@ -1,0 +1,1 @@
+"""Connections between our own processes: ports, proxies, and the rendezvous of ranks."""

@@ -1,0 +1,2 @@
+"""What a process writes: its log, the terminal, incidents and traces, with keys
+masked."""

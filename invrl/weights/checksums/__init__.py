@@ -1,0 +1,1 @@
+"""Checksums of many tensors, on CPU and GPU, and copies that they verify."""

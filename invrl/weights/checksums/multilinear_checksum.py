@@ -1,0 +1,335 @@
+"""An additive checksum: a tensor's checksum is the sum of those of its slices, wherever
+it is cut.
+
+It is the multilinear hash. A tensor is a matrix of machine words, and its checksum the
+sum modulo 2**64 of each word times the coefficients of its row and of its column.
+Coefficients are odd numbers without a pattern, so one changed word always changes the
+sum. The upper bits of a word are first mixed into the lower ones: a product carries
+upwards only, and two changed signs could cancel. It is computed where the tensor is: on
+a GPU by one kernel for all tensors (`gpu_checksums.py`), and nothing but the sums is copied
+to the host.
+
+The ranks of an engine hash their slices with it. Where an engine holds whole tensors in
+the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Self
+
+from invrl.errors import LayoutError
+from invrl.weights.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    import torch
+
+    from invrl.weights.checksums.gpu_checksums import Tiles
+
+_WORD = 8
+_WRAP = (1 << 64) - 1
+SHIFT = 29
+"""Not a multiple of a weight's bits: the signs of a word's weights move to places where
+they cannot cancel."""
+_AFTER_SHIFT = (1 << (64 - SHIFT)) - 1
+_BLOCK_BYTES = 1 << 19
+"""Bytes mixed and multiplied at a time: as many as fit into a core's cache."""
+_ONLY_SLICE = "0/1:"
+"""Before the sum of a whole tensor."""
+ROW_SEED = 1
+COLUMN_SEED = 2
+
+
+def checksum_of_whole(tensor: torch.Tensor) -> str:
+    """Return the checksum as 16 hex digits."""
+    return checksums_of_wholes({"": tensor})[""]
+
+
+def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return `checksum_of_whole` of each tensor, by name."""
+    matrices = [
+        _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
+        for tensor in tensors.values()
+    ]
+    return _texts_of_wholes(tensors, _sums(matrices))
+
+
+def _texts_of_wholes(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
+    return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
+
+
+def checksum_of_slice(
+    part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
+) -> str:
+    """Return the checksum of `part`, the bytes of this slice of a tensor of
+    `whole_shape`, for `checksums_of_ranks`.
+
+    Raises LayoutError if the cut is not between two words.
+    """
+    return checksums_of_slices({"": part}, {"": place}, {"": whole_shape})[""]
+
+
+def checksums_of_slices(
+    parts: Mapping[str, torch.Tensor],
+    places: Mapping[str, TensorSlice],
+    whole_shapes: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
+    """Return `checksum_of_slice` of each part, by name. `places` and `whole_shapes` may
+    have more names than `parts`. Raises LayoutError."""
+    matrices = [
+        _matrix_of(part, places[name], tuple(whole_shapes[name]))
+        for name, part in parts.items()
+    ]
+    return _texts_of_slices(parts, places, _sums(matrices))
+
+
+def _texts_of_slices(
+    names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
+) -> dict[str, str]:
+    checksums: dict[str, str] = {}
+    for name, total in zip(names, sums, strict=True):
+        place = places[name]
+        checksums[name] = f"{place.index}/{place.count}:{total:016x}"
+    return checksums
+
+
+class SumsInPlace:
+    """Checksums of the same tensors again and again. Where their words lie is worked
+    out once if they are on a GPU: that takes longer than their sums."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        places: Mapping[str, TensorSlice],
+        whole_shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._parts = dict(parts)
+        self._places = places
+        self._whole_shapes = whole_shapes
+        self._tiles: Tiles | None = None
+        """Tiles of all parts, from the first call that hashes all of them on a GPU."""
+
+    @classmethod
+    def of_wholes(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
+        return cls(tensors, places, shapes)
+
+    def checksums_of_wholes(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """Return the checksums of whole tensors. `tensors`: those that are known, or any others
+        with their names."""
+        return _texts_of_wholes(tensors, self._sums(tensors))
+
+    def checksums_of_slices(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """Likewise. Raises LayoutError."""
+        return _texts_of_slices(tensors, self._places, self._sums(tensors))
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        are_the_parts = len(tensors) == len(self._parts) and all(
+            tensors.get(name) is part for name, part in self._parts.items()
+        )
+        if are_the_parts and _are_on_gpu(tensors):
+            if self._tiles is None:
+                self._tiles = self._tiles_in_place()
+            if self._tiles is not None:
+                from invrl.weights.checksums.gpu_checksums import sums_on_gpu
+
+                sums = dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
+                return [sums[name] & _WRAP for name in tensors]
+        return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
+
+    def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
+        return _matrix_of(tensor, self._places[name], tuple(self._whole_shapes[name]))
+
+    def _tiles_in_place(self) -> Tiles | None:
+        """None if a part is read from a copy, which would not follow its changes."""
+        from invrl.weights.checksums.gpu_checksums import tiles_of
+
+        matrices: list[WordMatrix] = []
+        for name, part in self._parts.items():
+            matrix = self._matrix(name, part)
+            if matrix.part.data_ptr() != part.data_ptr():
+                return None
+            matrices.append(matrix)
+        return tiles_of(matrices)
+
+
+def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())
+
+
+def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the checksum of each whole tensor from the slices that an engine's ranks
+    hold. Ranks that hold the same slice must agree, and together they must hold every
+    slice: otherwise the text describes the error, and equals no checksum."""
+    names = dict.fromkeys(name for checksums in by_rank for name in checksums)
+    return {
+        name: _added([checksums.get(name, "") for checksums in by_rank])
+        for name in names
+    }
+
+
+def _added(slices: Sequence[str]) -> str:
+    """Return the sum of the ranks' different slices."""
+    if len(slices) == 1 and slices[0].startswith(_ONLY_SLICE):
+        return slices[0].removeprefix(_ONLY_SLICE)
+    values: dict[str, str] = {}
+    for rank, text in enumerate(slices):
+        place, _, value = text.partition(":")
+        if not value:
+            return f"rank {rank} has no checksum"
+        if values.setdefault(place, value) != value:
+            return f"rank {rank} holds another slice {place} than a rank before it"
+    counts = {place.partition("/")[2] for place in values}
+    if counts != {str(len(values))}:
+        return f"the ranks hold the slices {', '.join(values)} only"
+    return f"{sum(int(value, 16) for value in values.values()) & _WRAP:016x}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WordMatrix:
+    """Words of a tensor's slice as a matrix, and its place in the whole tensor's
+    matrix."""
+
+    part: torch.Tensor
+    """Slice, contiguous and aligned to its words."""
+    word_bytes: int
+    """8, or the bytes of an element if a row is not a whole number of 8-byte words."""
+    columns: int
+    """Words in a row."""
+    first_row: int
+    first_column: int
+
+    @property
+    def num_words(self) -> int:
+        return self.part.nbytes // self.word_bytes
+
+    @property
+    def words(self) -> torch.Tensor:
+        """Words as integers [rows, columns]."""
+        import torch
+
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            self.word_bytes
+        ]
+        return self.part.reshape(-1).view(dtype).view(-1, self.columns)
+
+
+def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
+    """Return the sum of each matrix. Those on a GPU are summed in one kernel, with one
+    wait."""
+    on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
+    sums: dict[int, int] = {}
+    if on_gpu:
+        from invrl.weights.checksums.gpu_checksums import sums_on_gpu, tiles_of
+
+        tiles = tiles_of([matrices[index] for index in on_gpu])
+        sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
+    for index, matrix in enumerate(matrices):
+        if index not in sums:
+            sums[index] = _sum_on_cpu(matrix)
+    return [sums[index] & _WRAP for index in range(len(matrices))]
+
+
+def _matrix_of(
+    part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
+) -> WordMatrix:
+    """Return the matrix of a slice. Raises LayoutError if the slice begins or ends
+    within a word."""
+    import torch
+
+    first_row, first_column, columns = _position(place, whole_shape)
+    part = part.detach()
+    item = part.element_size()
+    word_bytes = item
+    row_bytes = item * (
+        math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape)
+    )
+    if row_bytes % _WORD == 0:
+        if first_column * item % _WORD or columns * item % _WORD:
+            reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
+            raise LayoutError(f"the engine's ranks cannot prove their slices: {reason}")
+        word_bytes = _WORD
+        first_column = first_column * item // _WORD
+        columns = columns * item // _WORD
+    is_aligned = (
+        part.data_ptr() % word_bytes == 0
+        and part.storage_offset() * item % word_bytes == 0
+    )
+    if not (part.is_contiguous() and is_aligned):
+        part = part.clone(memory_format=torch.contiguous_format)
+    return WordMatrix(part, word_bytes, columns, first_row, first_column)
+
+
+def _sum_on_cpu(matrix: WordMatrix) -> int:
+    if matrix.num_words == 0:
+        return 0
+    words = matrix.words
+    num_rows, num_columns = words.shape
+    row_sums = _row_sums(
+        words, coefficients(COLUMN_SEED, matrix.first_column, num_columns)
+    )
+    return int((row_sums * coefficients(ROW_SEED, matrix.first_row, num_rows)).sum())
+
+
+def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return (first row, first column, columns) of the slice in the tensor's matrix,
+    whose rows are those of the tensor. A tensor of one dimension is one row."""
+    if len(whole_shape) < 2:
+        return 0, place.start, max(1, place.stop - place.start)
+    if place.dimension == 0:
+        return place.start, 0, math.prod(whole_shape[1:])
+    step = math.prod(whole_shape[2:])
+    return 0, place.start * step, (place.stop - place.start) * step
+
+
+def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    block_rows = min(len(words), max(1, _BLOCK_BYTES // (_WORD * words.shape[1])))
+    memory = torch.empty(block_rows, words.shape[1], dtype=torch.int64)
+    sums: list[torch.Tensor] = []
+    for block in words.split(block_rows):
+        mixed = memory[: len(block)]
+        if words.dtype == torch.int64:
+            torch.bitwise_right_shift(block, SHIFT, out=mixed)
+            mixed.bitwise_and_(_AFTER_SHIFT).bitwise_xor_(block)
+        else:
+            mixed.copy_(block)
+        sums.append(torch.mv(mixed, column_coefficients))
+    return torch.cat(sums)
+
+
+def coefficients(seed: int, start: int, count: int) -> torch.Tensor:
+    """Return the coefficients of the rows or columns from `start` on: int64 [count]."""
+    size = 1 << (start + count - 1).bit_length()
+    return _table(seed, size)[start : start + count]
+
+
+@lru_cache(maxsize=64)
+def _table(seed: int, size: int) -> torch.Tensor:
+    """Return odd int64 numbers by their index (splitmix64)."""
+    import torch
+
+    with torch.inference_mode(mode=False):
+        mixed = torch.arange(seed << 40, (seed << 40) + size, dtype=torch.int64)
+        mixed = mixed * _signed(0x9E3779B97F4A7C15)
+        mixed = _xor_shift(mixed, 30) * _signed(0xBF58476D1CE4E5B9)
+        mixed = _xor_shift(mixed, 27) * _signed(0x94D049BB133111EB)
+        return _xor_shift(mixed, 31) | 1
+
+
+def _xor_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Compute `values ^ (values >> bits)` of unsigned numbers."""
+    return values ^ ((values >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64)

@@ -1,0 +1,2 @@
+"""Tensors of the checkpoint: their description, their slices, and their names in the
+engine."""
