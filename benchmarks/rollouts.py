@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.ratios import Speeds
 from invrl.algorithms.advantages.advantages import configured_advantage
 from invrl.buffer.samples.training_samples import build_batch
-from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.cluster import Cluster, start_cluster
 from invrl.run.settings.config import Config

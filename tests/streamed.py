@@ -7,11 +7,7 @@ from collections.abc import AsyncIterable, Callable
 import msgspec
 import numpy as np
 
-from invrl.engines.client.sglang_client import (
-    GenerateChunk,
-    GenerateEnd,
-    GenerateResult,
-)
+from invrl.engines.client.generation import GenerateChunk, GenerateEnd, GenerateResult
 
 
 async def collect(

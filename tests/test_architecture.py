@@ -592,7 +592,7 @@ def test_our_own_clients_ask_no_proxy() -> None:
             and not keywords & {"trust_env", "transport"}
         )
     )
-    check("Our own clients ask no proxy", faults, "trust_env=False, or `open_directly`")
+    check("Our own clients ask no proxy", faults, "`direct_client`")
 
 
 def test_text_names_its_encoding() -> None:

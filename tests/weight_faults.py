@@ -47,7 +47,8 @@ from invrl.weights.transports.broadcaster import Broadcaster
 from invrl.weights.transports.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 from invrl.weights.update.canary import CanaryBound
-from invrl.weights.update.transaction import WeightTransaction, load_alone
+from invrl.weights.update.committed import load_alone
+from invrl.weights.update.transaction import WeightTransaction
 
 Transport = Literal["arena copy", "arena alias", "disk", "delta", "collective"]
 Holds = Literal["old", "new"]

@@ -27,7 +27,8 @@ from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
 from invrl.types.weights import WeightVersion
 from invrl.weights.update.canary import CanaryBound
-from invrl.weights.update.transaction import Load, WeightTransaction, load_alone
+from invrl.weights.update.committed import Load, load_alone
+from invrl.weights.update.transaction import WeightTransaction
 
 _WARM_UP_UPDATES = 2
 """The first write into each slot of the arena faults its memory in."""

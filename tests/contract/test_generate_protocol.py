@@ -17,13 +17,12 @@ from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
 
-from invrl.engines.client.sglang_client import (
-    EngineLimits,
+from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateRequest,
     GenerateResult,
-    SglangClient,
 )
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.client.version_spans import EngineSpan, VersionTracker
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer

@@ -17,7 +17,8 @@ from slow_cases import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.gateway.rendering.replies.parsers import Parsers

@@ -18,7 +18,8 @@ import pytest
 from torch_trainer import TorchSender
 from torch_updates import CANARY, FP32
 
-from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.inside_sglang.engine_identity import IDENTITY_PATH, sampling_key

@@ -20,13 +20,13 @@ from streamed import collect
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
-from invrl.engines.client.routed_experts import ExpertsShape
-from invrl.engines.client.sglang_client import (
+from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateRequest,
     GenerateResult,
-    SglangClient,
 )
+from invrl.engines.client.routed_experts import ExpertsShape
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.families.hf_config import read_hf_config

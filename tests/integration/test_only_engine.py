@@ -14,7 +14,8 @@ import pytest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
-from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.host.output.incidents import incidents_shown

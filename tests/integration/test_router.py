@@ -14,12 +14,8 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, text_by_prompt
 
-from invrl.engines.client.sglang_client import (
-    EngineLimits,
-    GenerateEnd,
-    GenerateRequest,
-    SglangClient,
-)
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError

@@ -12,7 +12,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from invrl.engines.client.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.host.processes.fork_parent import ForkParent

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from train_reference import Reference
 
-from invrl.engines.client.sglang_client import GenerateRequest
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.fleet.fleet import Fleet
 from invrl.types.sessions import Sampling
 

@@ -26,11 +26,8 @@ from torch_updates import CANARY, Update
 from transformers import DynamicCache, PreTrainedModel
 
 from invrl.engines.client import weight_receiver
-from invrl.engines.client.sglang_client import (
-    GenerateRequest,
-    GenerateResult,
-    SglangClient,
-)
+from invrl.engines.client.generation import GenerateRequest, GenerateResult
+from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

@@ -13,11 +13,8 @@ from streamed import collect
 
 from benchmarks.gateway_load.load import Script, arrivals, closed_loop, open_loop
 from benchmarks.gateway_load.paced_engine import Connection, PacedEngine, fixed_logprob
-from invrl.engines.client.sglang_client import (
-    EngineLimits,
-    GenerateRequest,
-    SglangClient,
-)
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import ServerError
 from invrl.types.sessions import Sampling
 

@@ -52,7 +52,7 @@ from invrl.engines.inside_sglang.weight_update_routes import PAUSE_PATH
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
 from invrl.weights.config import ArenaWeights
-from invrl.weights.loader.weight_loader import plan
+from invrl.weights.loader.parameter_places import plan
 from invrl.weights.tensors.tensor_spec import spec_of
 
 

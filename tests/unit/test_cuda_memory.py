@@ -34,7 +34,7 @@ from invrl.weights.config import ArenaWeights
 from invrl.weights.transports import arena, cuda_memory
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.transports.cuda_memory import CudaHandle
-from invrl.weights.update.transaction import load_verified
+from invrl.weights.update.committed import load_verified
 
 GPU = torch.device("cuda", 0)
 UUIDS = ["GPU-11111111-0000", "22222222-0000"]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from invrl.engines.client.generation import GenerateRequest, GenerationReader
 from invrl.engines.client.reply_check import ReplyCheck
-from invrl.engines.client.sglang_client import GenerateRequest, _GenerationReader
 from invrl.engines.client.sglang_responses import decode_event, events_of
 from invrl.errors import ServerError
 from invrl.types.sessions import Sampling
@@ -55,7 +55,7 @@ async def test_events_are_read_in_whatever_pieces_they_arrive(size: int) -> None
     ]
 
 
-def reader() -> _GenerationReader:
+def reader() -> GenerationReader:
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
     request = GenerateRequest(
         rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling
@@ -67,7 +67,7 @@ def reader() -> _GenerationReader:
         top_logprobs=0,
         newest_version=None,
     )
-    return _GenerationReader(request, None, check)
+    return GenerationReader(request, None, check)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort"])

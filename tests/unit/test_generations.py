@@ -21,11 +21,8 @@ from running_gateway import (
     running,
 )
 
-from invrl.engines.client.sglang_client import (
-    EngineLimits,
-    GenerateRequest,
-    SglangClient,
-)
+from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import generation

@@ -19,7 +19,9 @@ from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.loader import weight_loader
-from invrl.weights.loader.weight_loader import LoaderRequest, plan, read_reply, run
+from invrl.weights.loader.loader_messages import LoaderRequest, read_reply
+from invrl.weights.loader.parameter_places import plan
+from invrl.weights.loader.weight_loader import run
 from invrl.weights.tensors import engine_parameters
 from invrl.weights.tensors.tensor_spec import checksum
 from invrl.weights.transports import arena

@@ -13,12 +13,8 @@ import pytest
 from fakes import FakeEngine, random_reply
 from running_gateway import ASK, ENV_KEY, running
 
-from invrl.engines.client.sglang_client import (
-    EngineLimits,
-    GenerateEnd,
-    GenerateRequest,
-    SglangClient,
-)
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
+from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.engine_health import wrong_answer
 from invrl.errors import ServerError, WrongAnswerError
 from invrl.gateway.rendering.renderer import Renderer

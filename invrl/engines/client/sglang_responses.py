@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from invrl.engines.client.http_connection import HttpConnection
 from invrl.engines.client.version_spans import EngineSpan
 from invrl.errors import ServerError, WrongAnswerError
+from invrl.host.network.http_connection import HttpConnection
 from invrl.types.turns import FinishReason
 
 TokenLogprob = tuple[float, int, str | None]

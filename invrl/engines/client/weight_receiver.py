@@ -43,7 +43,7 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
 from invrl.weights.checksums.multilinear_checksum import checksums_of_ranks
 from invrl.weights.config import ArenaWeights, FileWeights, WeightsConfig
-from invrl.weights.loader.weight_loader import LoaderReply, LoaderRequest, read_reply
+from invrl.weights.loader.loader_messages import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.tensors.tensor_slice import EngineRank
 from invrl.weights.transports.arena import ArenaHandle, hash_slot
 from invrl.weights.transports.broadcast import GroupInvitation

@@ -39,7 +39,7 @@ from typing import Protocol
 import numpy as np
 import psutil
 
-from invrl.engines.client.sglang_client import GenerateRequest, GenerateResult
+from invrl.engines.client.generation import GenerateRequest, GenerateResult
 from invrl.errors import InvrlError, WrongAnswerError
 from invrl.host.processes.process import ENDED, STOPPED, state_of
 from invrl.types.sessions import Sampling

@@ -291,7 +291,8 @@ def _post(
     meanwhile: Callable[[], None],
 ) -> int:
     """Return the response's status. Calls `meanwhile` repeatedly until the response
-    begins.
+    begins. httpx does not let go of a request while it waits, and has no socket to
+    poll.
 
     Raises TimeoutError or another OSError, or HTTPException.
     """

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.engines.client.sglang_client import (
+from invrl.engines.client.generation import (
     NO_TOP,
     GenerateChunk,
     GenerateEnd,

@@ -4,7 +4,7 @@ sampled."""
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from invrl.engines.client.sglang_client import NO_TOP
+from invrl.engines.client.generation import NO_TOP
 from invrl.gateway.types import (
     Answer,
     AnswerStart,

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.engines.client.sglang_client import GenerateRequest
+from invrl.engines.client.generation import GenerateRequest
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
 from invrl.gateway.rendering.renderer import Renderer

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from invrl.algorithms.objectives.objectives import TEACHER_COLUMN
-from invrl.engines.client.http_connection import HttpConnections, HttpError
 from invrl.errors import ConfigError, DeadlineError, ServerError
+from invrl.host.network.http_connection import HttpConnections, HttpError
 from invrl.host.processes.environment_keys import TEACHER_KEY, held_key
 from invrl.run.settings.config import Config
 from invrl.types.batches import TrainBatch, TrainSample

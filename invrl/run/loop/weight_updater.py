@@ -29,7 +29,8 @@ from invrl.user_code.model_folder import read_tokenizer
 from invrl.weights.config import CollectiveWeights, FileWeights
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
 from invrl.weights.update.canary import CanaryBound
-from invrl.weights.update.transaction import Committed, WeightTransaction, load_alone
+from invrl.weights.update.committed import Committed, load_alone
+from invrl.weights.update.transaction import WeightTransaction
 from invrl.weights.update.verification import EngineVerification, Verification, compare
 
 _CANARY_TEXTS = (

@@ -57,39 +57,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import CanaryError, ChecksumError, WeightSyncError
+from invrl.errors import CanaryError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
 from invrl.types.metrics import timed
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.committed import Committed, Load, load_alone, load_verified
 from invrl.weights.update.fleet_update import FleetUpdate, Phase
 from invrl.weights.update.newcomers import Newcomers
 
 logger = logging.getLogger(__name__)
-Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 
 async def _at_once() -> None:
     """Return immediately."""
-
-
-async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
-    await receiver.load(staged)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """Weights that the fleet holds: enough to give them to an engine that joins
-    later."""
-
-    staged: StagedWeights
-    layout: WeightLayout
-    canary_prompts: Sequence[Sequence[int]]
-    """Prompts by which an engine proves that it computes with these weights as the
-    trainer does."""
-    canary: NDArray[np.float32] | None = None
-    """Trainer's log-probs of the canary prompts under these weights, concatenated. None
-    before the update's canary, or without canary prompts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -562,22 +543,3 @@ def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:
     not warn."""
     if not task.cancelled():
         task.exception()
-
-
-async def load_verified(
-    receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone
-) -> None:
-    """Load, then raise ChecksumError unless the engine's parameters hash to what was
-    sent."""
-    await load(receiver, staged)
-    held = await receiver.checksums(staged)
-    num_tensors = len(staged.checksums)
-    wrong = [
-        name for name, value in staged.checksums.items() if held.get(name) != value
-    ]
-    if wrong:
-        reason = f"{len(wrong)} of {num_tensors} tensors are not what was sent, {wrong[0]} first"
-        raise ChecksumError(reason, engine=receiver.name)
-    if len(held) != num_tensors:
-        reason = f"{len(held)} tensors were hashed, {num_tensors} were sent"
-        raise ChecksumError(reason, engine=receiver.name)

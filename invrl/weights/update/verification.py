@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from invrl.weights.tensors.tensor_spec import num_bytes
-from invrl.weights.update.transaction import Committed
+from invrl.weights.update.committed import Committed
 
 
 class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
