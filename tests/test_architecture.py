@@ -45,8 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {
         "host",
         "store",
-        "engines.client.sglang_client",
+        "engines.client.generation",
         "engines.client.routed_experts",
+        "engines.client.sglang_client",
     },
     "observe": {"host", "store", "buffer", "gateway.types"},
     "datasets": {
