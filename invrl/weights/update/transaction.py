@@ -107,13 +107,15 @@ class WeightTransaction:
     """Update that `suspend` began."""
     _closed: ExitStack = field(default_factory=ExitStack, init=False)
     """Holds newcomers off while engines are suspended."""
-    _canary: CanaryCheck = field(init=False)
 
     def __post_init__(self) -> None:
-        self._canary = CanaryCheck(
+        self._newcomers = Newcomers(deadline_s=self.deadline_s)
+
+    @property
+    def _canary(self) -> CanaryCheck:
+        return CanaryCheck(
             sender=self.sender, prompts=self.canary_prompts, bound=self.bound
         )
-        self._newcomers = Newcomers(deadline_s=self.deadline_s)
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine.
