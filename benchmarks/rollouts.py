@@ -19,11 +19,11 @@ from uuid import uuid4
 
 import aiohttp
 import numpy as np
-from invrl.engines.client.generation import GenerateRequest
 
 from benchmarks.ratios import Speeds
 from invrl.algorithms.advantages.advantages import configured_advantage
 from invrl.buffer.samples.training_samples import build_batch
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.cluster import Cluster, start_cluster

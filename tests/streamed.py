@@ -6,6 +6,7 @@ from collections.abc import AsyncIterable, Callable
 
 import msgspec
 import numpy as np
+
 from invrl.engines.client.generation import GenerateChunk, GenerateEnd, GenerateResult
 
 

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from invrl.weights.update.committed import load_alone
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +47,7 @@ from invrl.weights.transports.broadcaster import Broadcaster
 from invrl.weights.transports.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.committed import load_alone
 from invrl.weights.update.transaction import WeightTransaction
 
 Transport = Literal["arena copy", "arena alias", "disk", "delta", "collective"]

@@ -6,8 +6,8 @@ from typing import Self
 from uuid import uuid4
 
 import numpy as np
-from invrl.engines.client.generation import GenerateChunk, GenerateRequest
 
+from invrl.engines.client.generation import GenerateChunk, GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.errors import DeadlineError, InvrlError
 from invrl.types.sessions import Sampling

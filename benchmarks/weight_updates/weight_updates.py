@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-from invrl.weights.update.committed import Load, load_alone
 
 from benchmarks.ratios import Part
 from benchmarks.weight_updates.streams import Streams
@@ -28,6 +27,7 @@ from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
 from invrl.types.weights import WeightVersion
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.committed import Load, load_alone
 from invrl.weights.update.transaction import WeightTransaction
 
 _WARM_UP_UPDATES = 2

@@ -1,7 +1,8 @@
 """Processes and files on one machine: starting, watching and ending processes, signals,
 Ray's environment, disks.
 
-Imports only the top-level modules of `invrl/`. Start with `process.py`.
+Imports only the top-level modules of `invrl/`. The rooms from the ground up: `output`,
+`files`, `network`, `processes` and `ray`. Start with `processes/process.py`.
 
 What we start, we end. No single mechanism can do that: a killed process runs no code,
 the kernel signals only direct children, and a dead ancestor adopts nobody. Each death

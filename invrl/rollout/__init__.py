@@ -2,5 +2,5 @@
 evaluation.
 
 May import `host` and `store`; it talks to the gateway over HTTP only. Start with
-`runner.py`.
+`workers/runner.py`.
 """

@@ -1,7 +1,8 @@
 """Weight updates: the transaction over all engines, its transports, and the code that
 runs inside SGLang.
 
-May import `host`. Start with `transaction.py`.
+May import `host`. The rooms from the ground up: `tensors`, `checksums`, `transports`,
+`loader` (inside SGLang) and `update`. Start with `update/transaction.py`.
 
 A transport has two ends, chosen by `--weights.transport`:
 
@@ -10,13 +11,13 @@ transport     the trainer's end          the engine's end (`engines/client/weigh
 ============  =========================  =====================================================================
 `arena`       `arena.ArenaWriter`        `ArenaReceiver`; `weight_loader.py` copies or aliases in SGLang's process
 `bucket`      `buckets.BucketSender`     `BucketReceiver`; SGLang's own code copies
-`disk`        `train/weight_folders`     `FolderReceiver`; `weight_loader.py` copies from a file
-`delta`       `train/delta_folders`      `DeltaReceiver`; `weight_loader.py` applies differences from files
+`disk`        `train/weights/`           `FolderReceiver`; `weight_loader.py` copies from a file
+`delta`       `train/weights/`           `DeltaReceiver`; `weight_loader.py` applies differences from files
 `collective`  `broadcaster.Broadcaster`  `BroadcastReceiver`; `weight_loader.py` receives it
 ============  =========================  =====================================================================
 
 With `collective` both ends run at the same time: `broadcast_loads.py` brings them
-together. `weight_loader.py` checks the layout first with every transport. With `arena` the
-copy itself is hashed, and the parameters are at the first update and every n-th; with
-the others the parameters are hashed after each load.
+together. `weight_loader.py` checks the layout first with every transport. With `arena`
+the copy itself is hashed, and the parameters are at the first update and every n-th;
+with the others the parameters are hashed after each load.
 """

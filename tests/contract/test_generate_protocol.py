@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
-from invrl.engines.client.generation import (
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
-)
 from numpy.typing import NDArray
 from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
 
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+)
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.client.version_spans import EngineSpan, VersionTracker
 from invrl.engines.fleet.fleet import Fleet

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import xgrammar
-from invrl.engines.client.generation import GenerateRequest
 from numpy.typing import NDArray
 from rank_pool import RankPool
 from slow_cases import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine

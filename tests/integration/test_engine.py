@@ -16,13 +16,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from invrl.engines.client.generation import GenerateRequest
-from invrl.weights.loader.loader_messages import LoaderRequest
 from slow_cases import first_quick
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.engine_health import QUESTIONS, Updated, engine_death
@@ -35,6 +34,7 @@ from invrl.errors import ServerError, SessionError
 from invrl.host.output.log_lines import LogSettings
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
+from invrl.weights.loader.loader_messages import LoaderRequest
 
 
 @pytest.fixture

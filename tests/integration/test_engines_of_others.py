@@ -15,10 +15,10 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 from torch_trainer import TorchSender
 from torch_updates import CANARY, FP32
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

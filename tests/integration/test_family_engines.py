@@ -12,11 +12,6 @@ import numpy as np
 import pytest
 import torch
 from family_models import make_family_model
-from invrl.engines.client.generation import (
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
-)
 from numpy.typing import NDArray
 from pool_sender import PoolSender, folder_checksums
 from rank_pool import RankPool, Trainer
@@ -25,6 +20,11 @@ from streamed import collect
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+)
 from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig

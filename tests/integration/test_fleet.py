@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 from msgspec import structs
 from slow_cases import first_quick
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

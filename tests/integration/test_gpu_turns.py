@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 from numpy.typing import NDArray
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

@@ -63,7 +63,8 @@ def test_gateway_process_needs_neither_torch_nor_transformers(tiny_model: Path):
     import sys
 
     program = (
-        "import json, sys; from invrl.gateway.server.processes import gateway_server; from invrl.gateway.server.routes import app; "
+        "import json, sys; from invrl.gateway.server.processes import gateway_server; "
+        "from invrl.gateway.server.routes import app; "
         "from invrl.gateway.rendering.loading import load_renderer; "
         f"load_renderer({str(tiny_model)!r}, 512); "
         "print(json.dumps([name for name in ('torch', 'transformers') if name in sys.modules]))"

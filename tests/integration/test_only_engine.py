@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

@@ -12,9 +12,9 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
-from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from scripted_engine import ScriptedEngine, text_by_prompt
 
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer

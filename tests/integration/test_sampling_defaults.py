@@ -11,8 +11,8 @@ from uuid import uuid4
 import aiohttp
 import numpy as np
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from invrl.engines.client.generation import GenerateRequest
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.fleet.fleet import Fleet
 from invrl.run.loop.teacher import Teacher
 from invrl.types.batches import TrainBatch, TrainSample

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from invrl.engines.client.generation import GenerateRequest
 from train_reference import Reference
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.fleet.fleet import Fleet
 from invrl.types.sessions import Sampling
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from invrl.engines.client.generation import GenerateRequest, GenerateResult
 from numpy.typing import NDArray
 from streamed import collect
 from torch_trainer import TorchSender
@@ -27,6 +26,7 @@ from torch_updates import CANARY, Update
 from transformers import DynamicCache, PreTrainedModel
 
 from invrl.engines.client import weight_receiver
+from invrl.engines.client.generation import GenerateRequest, GenerateResult
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.config import EngineConfig

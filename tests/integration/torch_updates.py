@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from invrl.weights.update.committed import Load, load_alone
 from torch_trainer import TorchSender
 
 from invrl.interfaces import WeightReceiver
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.committed import Load, load_alone
 from invrl.weights.update.transaction import WeightTransaction
 
 CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]

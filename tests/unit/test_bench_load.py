@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from invrl.engines.client.generation import GenerateRequest
 from streamed import collect
 
 from benchmarks.gateway_load.load import Script, arrivals, closed_loop, open_loop
 from benchmarks.gateway_load.paced_engine import Connection, PacedEngine, fixed_logprob
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import ServerError
 from invrl.types.sessions import Sampling

@@ -12,7 +12,6 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from fakes import FakeEngine, random_reply
-from invrl.weights.loader.parameter_places import plan
 from tiny_model import make_tiny_model
 
 from benchmarks.ratios import Entry, Part, exceeded, rises
@@ -53,6 +52,7 @@ from invrl.engines.inside_sglang.weight_update_routes import PAUSE_PATH
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
 from invrl.weights.config import ArenaWeights
+from invrl.weights.loader.parameter_places import plan
 from invrl.weights.tensors.tensor_spec import spec_of
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from invrl.weights.update.committed import load_verified
 from loader_engines import (
     LAYOUT,
     SLICED_LAYOUT,
@@ -35,6 +34,7 @@ from invrl.weights.config import ArenaWeights
 from invrl.weights.transports import arena, cuda_memory
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.transports.cuda_memory import CudaHandle
+from invrl.weights.update.committed import load_verified
 
 GPU = torch.device("cuda", 0)
 UUIDS = ["GPU-11111111-0000", "22222222-0000"]

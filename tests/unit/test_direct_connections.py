@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -20,7 +21,7 @@ import pytest
 from invrl.host.network.direct_connections import (
     THIS_MACHINE,
     bypass_proxies,
-    open_directly,
+    direct_client,
 )
 
 DEAD_PROXY = "http://127.0.0.1:9"
@@ -52,6 +53,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.delenv(name, raising=False)
     for name in PROXY_VARIABLES:
         monkeypatch.setenv(name, DEAD_PROXY)
+    # urlopen keeps the proxies that its first call has found
+    monkeypatch.setattr(urllib.request, "_opener", None)
     monkeypatch.setenv("no_proxy", "")  # so that it is restored after the test
     monkeypatch.setenv("NO_PROXY", "")
     with http.server.HTTPServer(("127.0.0.1", 0), _Answer) as server:
@@ -65,8 +68,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_our_own_client_ignores_the_proxy(url: str) -> None:
     with pytest.raises(URLError):
         urlopen(url, timeout=10)
-    with open_directly(url, timeout_s=10) as answer:
-        assert answer.read() == b"direct"
+    with direct_client(url, timeout_s=10) as http:
+        assert http.get("/").text == "direct"
 
 
 def test_clients_of_user_code_reach_this_machine_without_the_proxy(url: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from invrl.engines.client.generation import GenerateRequest, GenerationReader
 
+from invrl.engines.client.generation import GenerateRequest, GenerationReader
 from invrl.engines.client.reply_check import ReplyCheck
 from invrl.engines.client.sglang_responses import (
     decode_drained,

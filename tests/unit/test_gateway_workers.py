@@ -246,6 +246,19 @@ def test_merged_worker_metrics_add_up_except_for_the_lag():
     assert merge_metrics(parts) == expected
 
 
+async def test_head_request_gets_the_same_head_from_any_worker(workers: Workers):
+    [session] = await workers.at[1].open()
+    async with httpx.AsyncClient(timeout=20) as http:
+        heads = [
+            await http.head(f"{url}/s/{session.key}/v1/models") for url in workers.urls
+        ]
+    assert heads[0].status_code == heads[1].status_code
+    assert heads[0].headers.keys() == heads[1].headers.keys()
+    assert heads[0].headers.get("content-length") == heads[1].headers.get(
+        "content-length"
+    )
+
+
 class DyingOwner:
     """Listens where worker 1 would: hangs up on the first requests, then does what
     `last` says."""

@@ -13,7 +13,6 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from invrl.engines.client.generation import GenerateRequest
 from running_gateway import (
     ASK,
     MORE,
@@ -22,6 +21,7 @@ from running_gateway import (
     running,
 )
 
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer

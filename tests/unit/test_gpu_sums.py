@@ -31,18 +31,18 @@ def test_checksum_kernel_equals_the_cpu_checksum() -> None:
             for shape in shapes:
                 tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
                 whole = TensorSlice.whole(shape)
-                matrices.append(multilinear._matrix_of(tensor, whole, shape))
+                matrices.append(multilinear_checksum._matrix_of(tensor, whole, shape))
         tensor = torch.randn(9_000, 8, generator=generator)
         for start in (0, 8_000):
             place = TensorSlice(dimension=0, start=start, stop=start + 1_000, index=0, count=9)
-            matrices.append(multilinear._matrix_of(place.of(tensor), place, (9_000, 8)))
+            matrices.append(multilinear_checksum._matrix_of(place.of(tensor), place, (9_000, 8)))
         tensor = torch.randn(64, 96, generator=generator)
         for dimension in (0, 1):
             place = TensorSlice(dimension=dimension, start=32, stop=64, index=1, count=2 + dimension)
-            matrices.append(multilinear._matrix_of(place.of(tensor), place, (64, 96)))
+            matrices.append(multilinear_checksum._matrix_of(place.of(tensor), place, (64, 96)))
         tiles = tiles_of(matrices)
         sums = [value % 2**64 for value in sums_on_gpu(tiles)]
-        assert sums == multilinear._sums(matrices)
+        assert sums == multilinear_checksum._sums(matrices)
         assert len(set(sums)) == len(matrices) - 2  # three are empty
         assert sums_on_gpu(tiles_of(matrices[2:3])) == [0]
         tensor.zero_()  # the last two matrices are of it, the last one is a copy
@@ -68,9 +68,9 @@ def test_tensors_hashed_again_are_read_again() -> None:
             assert len(calls) == times, calls
 
         calls = []
-        work_out = gpu_sums.tiles_of
-        gpu_sums.tiles_of = lambda matrices: calls.append(matrices) or work_out(matrices)
-        multilinear._are_on_gpu = lambda tensors: True
+        work_out = gpu_checksums.tiles_of
+        gpu_checksums.tiles_of = lambda matrices: calls.append(matrices) or work_out(matrices)
+        multilinear_checksum._are_on_gpu = lambda tensors: True
         generator = torch.Generator().manual_seed(0)
         tensors = {f"{n}": torch.randn(n, 8, generator=generator) for n in (3, 5, 40)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}

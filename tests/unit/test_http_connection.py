@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -223,5 +224,83 @@ def test_refused_connection_is_an_http_error(run):
             pass
         with pytest.raises(HttpError, match=r"cannot connect to 127\.0\.0\.1"):
             await ask(http)
+
+    run(test)
+
+
+def test_headers_of_each_response_are_its_own(run):
+    async def test():
+        first = WHOLE.replace(b"\r\n\r\n", b"\r\nX-Own: 1\r\nX-Own: 2\r\n\r\n")
+        async with Server([first], [WHOLE]).running() as http:
+            async with http.request("GET", "/", {}, b"") as answer:
+                await answer.read()
+                assert answer.headers == {"content-length": "5", "x-own": "2"}
+            async with http.request("GET", "/", {}, b"") as answer:
+                assert answer.headers == {"content-length": "5"}
+
+    run(test)
+
+
+def test_response_to_head_has_no_body_whatever_length_it_names(run):
+    async def test():
+        server = Server([WHOLE.removesuffix(b"hello")], [WHOLE])
+        async with server.running() as http:
+            async with http.request("HEAD", "/", {}, b"") as answer:
+                assert answer.headers == {"content-length": "5"}
+                assert await answer.read() == b""
+            assert await ask(http) == (200, b"hello")
+
+    run(test)
+
+
+def test_host_of_the_caller_replaces_that_of_the_server(run):
+    async def test():
+        server = Server([WHOLE])
+        async with (
+            server.running() as http,
+            http.request("GET", "/", {"host": "own"}, b"") as answer,
+        ):
+            await answer.read()
+        head, _ = server.requests[0]
+        assert head.lower().count(b"host: ") == 1
+        assert b"\r\nhost: own\r\n" in head
+
+    run(test)
+
+
+def test_server_waits_for_a_slow_reader(run):
+    """The body is of any size, and no more of it than a bound is in memory."""
+
+    async def test():
+        piece = b"10000\r\n" + 65536 * b"x" + b"\r\n"
+        num_pieces = 512
+        server = Server([CHUNKED, *([piece] * num_pieces), b"0\r\n\r\n"], [WHOLE])
+        async with server.running() as http:
+            async with http.request("GET", "/", {}, b"") as answer:
+                await asyncio.sleep(0.3)
+                assert 0 < answer._body_bytes < num_pieces * 65536 / 8
+                assert len(await answer.read()) == num_pieces * 65536
+            async with http.request("GET", "/", {}, b"") as answer:
+                assert await answer.read() == b"hello"
+        assert server.connections == 1
+
+    run(test)
+
+
+def test_connection_that_takes_too_long_is_an_http_error(run):
+    async def test():
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+            address = full.getsockname()
+            waiting = [socket.socket() for _ in range(4)]
+            for client in waiting:  # until the kernel accepts no further one
+                client.setblocking(False)
+                client.connect_ex(address)
+            http = HttpConnections(
+                f"http://127.0.0.1:{address[1]}", idle_s=1.0, connect_s=0.2
+            )
+            with pytest.raises(HttpError, match="cannot connect"):
+                await ask(http)
+            for client in waiting:
+                client.close()
 
     run(test)

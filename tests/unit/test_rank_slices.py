@@ -8,7 +8,6 @@ from typing import cast
 import msgspec
 import pytest
 import torch
-from invrl.weights.update.committed import load_verified
 from loader_engines import (
     ATTENTION,
     EXPERT,
@@ -29,6 +28,7 @@ from invrl.weights.loader import weight_loader
 from invrl.weights.tensors.engine_parameters import parameter_of
 from invrl.weights.tensors.tensor_slice import EngineRank, slices_of_rank
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
+from invrl.weights.update.committed import load_verified
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
-from invrl.engines.client.generation import NEUTRAL_SAMPLING
 
+from invrl.engines.client.generation import NEUTRAL_SAMPLING
 from invrl.engines.launch import sglang_args
 from invrl.engines.launch.sglang_args import (
     ROUTER_OWNED,

@@ -205,8 +205,8 @@ def test_smg_calls_its_engines_with_the_given_key(
     settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
     config = resolve(Source(name="test", tables={"engine": settings})).engine
     fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})
-    first = fleet._launch("engine-0")
-    second = fleet._launch("engine-1")
+    first = fleet._processes.launch("engine-0")
+    second = fleet._processes.launch("engine-1")
     assert first.server.api_key == second.server.api_key == fleet.router.api_key
     assert f"--api-key={fleet.router.api_key}" in keys["engine-0"].split()
     assert first.server.admin_key != second.server.admin_key

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from invrl.weights.update.committed import Committed
 from run_config import config
 
 from invrl.cli.main import main
@@ -22,6 +21,7 @@ from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.committed import Committed
 from invrl.weights.update.newcomers import Newcomers
 from invrl.weights.update.transaction import WeightTransaction
 from invrl.weights.update.verification import ReadBack, Verification, compare

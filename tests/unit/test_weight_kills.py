@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from invrl.weights.loader.loader_messages import LoaderRequest, read_reply
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.checksums import checksums
 from invrl.weights.loader import weight_loader
+from invrl.weights.loader.loader_messages import LoaderRequest, read_reply
 from invrl.weights.tensors.tensor_spec import copy_hashed
 from invrl.weights.transports import arena
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from invrl.weights.loader.loader_messages import LoaderRequest, read_reply
-from invrl.weights.loader.parameter_places import plan
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.loader import weight_loader
+from invrl.weights.loader.loader_messages import LoaderRequest, read_reply
+from invrl.weights.loader.parameter_places import plan
 from invrl.weights.loader.weight_loader import run
 from invrl.weights.tensors import engine_parameters
 from invrl.weights.tensors.tensor_spec import checksum

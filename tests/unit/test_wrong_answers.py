@@ -11,9 +11,9 @@ import numpy as np
 import openai
 import pytest
 from fakes import FakeEngine, random_reply
-from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from running_gateway import ASK, ENV_KEY, running
 
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.engine_health import wrong_answer
 from invrl.errors import ServerError, WrongAnswerError

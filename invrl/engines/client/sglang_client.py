@@ -1,8 +1,8 @@
 """A typed async client of SGLang's native API: token ids in; ids, log-probs and version
 spans out.
 
-`generate_json` makes the JSON of a generation request. The methods under "control" make
-the other requests. `sglang_responses.py` has the JSON of the responses.
+`generation.py` has the request and the result of a generation, `sglang_responses.py` the
+JSON of the responses. The methods under "control" make the other requests.
 
 Invariant: the client sends nothing that would kill a server (as a token id outside the
 vocabulary does) or that the server would truncate without an error. Every call has a
@@ -33,16 +33,22 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResult,
+    GenerationReader,
+    generate_json,
+)
 from invrl.engines.client.reply_check import (
     NewestVersion,
     ReplyCheck,
     check_prompt_logprobs,
 )
-from invrl.engines.client.routed_experts import ExpertsShape, first_row, turn_experts
+from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_responses import (
     EngineLoad,
-    GenerateEvent,
-    MetaInfo,
     decode_drained,
     decode_event,
     decode_load,
@@ -50,11 +56,9 @@ from invrl.engines.client.sglang_responses import (
     decode_weight_version,
     events_of,
 )
-from invrl.engines.client.version_spans import VersionTracker
 from invrl.engines.inside_sglang.canary_priority import canary_rid
 from invrl.engines.inside_sglang.drain_route import DRAIN_PATH
 from invrl.engines.inside_sglang.loader_reply_route import REPLY_PATH
-from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
 from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH, PAUSE_PATH
 from invrl.errors import (
     DeadlineError,
@@ -69,10 +73,7 @@ from invrl.host.network.http_connection import (
     HttpError,
 )
 from invrl.host.output.traces import current_traceparent
-from invrl.types.routed_experts import RoutedExperts
-from invrl.types.sessions import Sampling
 from invrl.types.tasks import Json
-from invrl.types.turns import FinishReason, VersionSpan
 from invrl.types.weights import WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
@@ -85,33 +86,6 @@ it."""
 _RESERVED_KV_SLOTS = 64
 """KV slots that SGLang keeps for itself; a request that needs all slots would wait
 forever."""
-
-NEUTRAL_SAMPLING: Mapping[str, Json] = {
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "n": 1,
-    "stop": [],
-    "stop_token_ids": [],
-    "ignore_eos": False,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "stop_regex": None,
-    "logit_bias": None,
-    "custom_params": None,
-    "beam_width": None,
-}
-"""Every SGLang parameter that changes sampling, at its neutral value. Each request has
-all of them, because the server may choose values for missing ones."""
-
-TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
-"""A candidate token of a position."""
-NO_TOP: NDArray[np.void] = np.empty(0, TOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,96 +110,6 @@ class EngineLimits:
         if max_total_tokens is not None:
             context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)
         return cls(vocab_size=int(config["vocab_size"]), context_length=context_length)
-
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session
-    on one engine."""
-
-    rid: str
-    input_ids_T: NDArray[np.int32]
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    extra_sampling: Mapping[str, Json] = msgspec.field(default_factory=dict)
-    """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`,
-    ...)."""
-    routing_key: str = ""
-    top_logprobs: int = 0
-    """Number of likeliest tokens to return for each sampled token."""
-    path_tokens: int = 0
-    """Prompt tokens that belong to earlier turns, which recorded their experts."""
-
-
-class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Tokens that arrived since the previous chunk."""
-
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
-    spans: tuple[VersionSpan, ...]
-    """Spans of the whole output so far: a caller that cancels keeps the sampled tokens.
-    Exact in the last chunk. Before, `VersionTracker` derives them from the chunks'
-    labels; they are never newer than the tokens."""
-    cached_tokens: int = 0
-    """Prompt tokens that the engine had in its cache."""
-    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
-    """[T * top_logprobs]: likeliest tokens at each position in turn, the likeliest
-    first."""
-
-
-class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A finished generation without its tokens."""
-
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    matched_stop: int | str | None
-    """Token id or string that ended it."""
-    cached_tokens: int
-    experts_TLK: RoutedExperts | None = None
-    """Experts of the turn's tokens: those of the prompt that no earlier turn has, then
-    the sampled ones. None if they are not recorded, or missing."""
-
-
-class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
-    """A whole finished generation. An aborted one holds the tokens sampled before."""
-
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
-    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
-
-
-def generate_json(
-    request: GenerateRequest, *, stream: bool, with_experts: bool = False
-) -> dict[str, Json]:
-    """Return the body of `POST /generate`. `with_experts`: the response includes the
-    experts that computed the tokens."""
-    sampling_params: dict[str, Json] = {
-        **NEUTRAL_SAMPLING,
-        **request.extra_sampling,
-        "temperature": request.sampling.temperature,
-        "top_p": request.sampling.top_p,
-        "max_new_tokens": request.sampling.max_new_tokens,
-        "skip_special_tokens": False,
-    }
-    if request.stop:
-        sampling_params["stop"] = list(request.stop)
-    if request.stop_token_ids:
-        sampling_params["stop_token_ids"] = list(request.stop_token_ids)
-    if request.ignore_eos:
-        sampling_params["ignore_eos"] = True
-    body: dict[str, Json] = {
-        "rid": request.rid,
-        "input_ids": request.input_ids_T.tolist(),
-        "sampling_params": sampling_params,
-        "return_logprob": True,
-        "stream": stream,
-    }
-    if request.top_logprobs:
-        body["top_logprobs_num"] = request.top_logprobs
-    if with_experts:
-        body["custom_labels"] = {EXPERTS_LABEL: str(first_row(request.path_tokens))}
-    return body
 
 
 class SglangClient:
@@ -578,82 +462,3 @@ class SglangClient:
                 yield response
         except HttpError as error:
             raise ServerError(f"{self.name} does not answer {path}: {error}") from error
-
-
-class GenerationReader:
-    """Reads one generation: its disjoint events (`--incremental-streaming-output`), or
-    one whole response."""
-
-    def __init__(
-        self, request: GenerateRequest, experts: ExpertsShape | None, check: ReplyCheck
-    ) -> None:
-        self._check = check
-        self._path_tokens = request.path_tokens
-        self._experts = experts
-        self._top_logprobs = request.top_logprobs
-        self._meta: MetaInfo | None = None
-        self._versions = VersionTracker()
-
-    def add(self, event: GenerateEvent) -> GenerateChunk:
-        meta = event.meta_info
-        if meta is None:
-            detail = bytes(event.error)[:500].decode(errors="replace")
-            raise ServerError(f"the engine failed a generation: {detail}")
-        self._check.check_event(event, meta)
-        self._meta = meta
-        sampled = meta.output_token_logprobs
-        self._versions.add(meta.weight_version, len(sampled), meta.weight_versions)
-        self._check.check_spans(self._versions.spans)
-        return GenerateChunk(
-            spans=self._versions.spans,
-            ids_T=np.array([token for _, token, _ in sampled], np.int32),
-            logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
-            top=self._likeliest_tokens(meta),
-            cached_tokens=meta.cached_tokens,
-        )
-
-    def _likeliest_tokens(self, meta: MetaInfo) -> NDArray[np.void]:
-        if not self._top_logprobs:
-            return NO_TOP
-        entries: list[tuple[int, float]] = []
-        for row in meta.output_top_logprobs or ():
-            for logprob, token, _ in row or ():
-                entries.append((token, -np.inf if logprob is None else logprob))
-        return np.array(entries, TOP)
-
-    def end(self) -> GenerateEnd:
-        meta = self._meta
-        if meta is None or meta.finish_reason is None:
-            raise WrongAnswerError("a generation ended without a finish reason")
-        finish = meta.finish_reason
-        if finish.type != "abort":
-            self._check.check_end(meta)
-        if not self._versions.certain and finish.type != "abort":
-            raise ServerError(
-                "the engine's weights changed during a generation, and it does not say where"
-            )
-        matched_stop = finish.matched
-        if isinstance(matched_stop, list):
-            matched_stop = matched_stop[-1]
-        return GenerateEnd(
-            spans=self._versions.spans,
-            finish_reason=finish.type,
-            matched_stop=matched_stop,
-            cached_tokens=meta.cached_tokens,
-            experts_TLK=self._turn_experts(meta, finish.type),
-        )
-
-    def _turn_experts(
-        self, meta: MetaInfo, finish_reason: FinishReason
-    ) -> RoutedExperts | None:
-        """Return the turn's experts; None for an aborted reply, which is never
-        trained."""
-        if self._experts is None or finish_reason == "abort":
-            return None
-        return turn_experts(
-            meta.routed_experts,
-            self._experts,
-            path_tokens=self._path_tokens,
-            prompt_tokens=meta.prompt_tokens,
-            spans=self._versions.spans,
-        )

@@ -27,6 +27,7 @@ from pathlib import Path
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.blocking_calls import BlockingCalls
 from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_answer
+from invrl.engines.fleet.engine_processes import EngineProcesses
 from invrl.engines.fleet.engine_restarts import EngineRestarts
 from invrl.engines.fleet.fleet_router import FleetRouter
 from invrl.engines.fleet.fleet_state import FleetState
@@ -48,9 +49,7 @@ BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
 """Gives a new engine the fleet's version, and then calls the function, which makes it a
 member of the fleet; no update comes in between."""
 
-_PORT_TRIES = 3
-_END_DEADLINE_S = 60.0
-_END_POLL_S = 0.05
+_ENGINE_POLL_S = 0.05
 
 
 class Fleet:
@@ -117,9 +116,6 @@ class Fleet:
         self._restarts = EngineRestarts(
             engine.max_restarts, external=self._launcher.external_urls
         )
-        self._leaving: list[Engine] = []
-        """Engines that left and are not being ended yet: `stop` may come first."""
-        self._num_ending = 0
         self._restarts_engines = False
         self._bring_up: BringUp | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -136,13 +132,16 @@ class Fleet:
             heartbeat_timeout_s=heartbeat_timeout_s,
             calls=self._calls,
         )
+        self._processes = EngineProcesses(self._launcher, self._router, self._calls)
 
     async def start(self) -> None:
         """Start all engines together, and wait for the external ones; none gets
         requests before `admit`. After an error nothing is left. Raises ConfigError for
         an external engine that does not fit the run."""
         try:
-            self.engines = {name: self._launch(name) for name in self._launcher.names}
+            self.engines = {
+                name: self._processes.launch(name) for name in self._launcher.names
+            }
             async with asyncio.TaskGroup() as starts:
                 for name, engine in self.engines.items():
                     starts.create_task(self._wait_ready(name, engine))
@@ -245,7 +244,7 @@ class Fleet:
             return await self.hold_starts()
         while not self.engines:
             self.check()
-            await asyncio.sleep(_END_POLL_S)
+            await asyncio.sleep(_ENGINE_POLL_S)
 
     def state(self) -> FleetState:
         """Return the fleet's state. Any thread may call this."""
@@ -273,7 +272,7 @@ class Fleet:
         watch = self._watches.pop(name, None)
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
-        self._leaving.append(engine)
+        self._processes.leaving.append(engine)
         previous = self._replacements.get(name)
         self._replacements[name] = asyncio.create_task(
             self._replace(name, engine, after=previous)
@@ -354,12 +353,7 @@ class Fleet:
     async def until_lost_have_ended(self) -> None:
         """Wait until the processes of all engines that left have ended. Raises
         DeadlineError."""
-        try:
-            async with asyncio.timeout(_END_DEADLINE_S):
-                while self._leaving or self._num_ending:
-                    await asyncio.sleep(_END_POLL_S)
-        except TimeoutError:
-            raise DeadlineError("lost engines to end", _END_DEADLINE_S) from None
+        await self._processes.until_lost_have_ended()
 
     async def stop(self) -> None:
         """End everything, even if a part of it fails. Idempotent."""
@@ -371,10 +365,10 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watches.clear()
         self._replacements.clear()
-        engines = [*self.engines.values(), *self._leaving]
+        engines = [*self.engines.values(), *self._processes.leaving]
         self.engines = {}
         await asyncio.gather(
-            *(self._end(engine) for engine in engines), self._router.stop()
+            *(self._processes.end(engine) for engine in engines), self._router.stop()
         )
         if self._launcher.own_parent is not None:
             await self._calls.run(self._launcher.own_parent.stop)
@@ -457,7 +451,7 @@ class Fleet:
         Raises InvrlError before that. An engine that has joined and cannot be reached
         by the router is evicted.
         """
-        engine = await self._started(name, self._launch(name))
+        engine = await self._processes.started(name, self._processes.launch(name))
 
         def join() -> None:
             self.engines[name] = engine
@@ -509,53 +503,11 @@ class Fleet:
             await asyncio.gather(working, death, return_exceptions=True)
         working.result()
 
-    def _launch(self, name: str) -> Engine:
-        return self._launcher.launch(name, api_key=self.router.engine_api_key)
-
     async def _wait_ready(self, name: str, engine: Engine) -> None:
-        self.engines[name] = await self._started(name, engine)
-
-    async def _started(self, name: str, engine: Engine) -> Engine:
-        """Return `engine` once it is up, or another one under the name if a stranger
-        took its port.
-
-        Raises ServerError or DeadlineError; the engine has ended then.
-        """
-        for tries_left in reversed(range(_PORT_TRIES)):
-            try:
-                await self._calls.run(engine.server.wait_ready)
-                break
-            except ServerError:
-                lost_its_port = engine.server.lost_its_port()
-                await self._end(engine)
-                if not lost_its_port or tries_left == 0:
-                    raise
-                _LOG.warning("%s is started again: somebody took its port", name)
-                engine = self._launch(name)
-            except BaseException:
-                await self._end(engine)
-                raise
-        # that of an external engine is known now
-        engine.client.api_key = engine.server.api_key
-        return engine
+        self.engines[name] = await self._processes.started(name, engine)
 
     async def _retire(self, engine: Engine) -> None:
         try:
             await self._router.unregister(engine)
         finally:
-            await self._end(engine)
-
-    async def _end(self, engine: Engine) -> None:
-        """End an engine. Only log what does not end: everything else must still be
-        ended."""
-        self._leaving = [other for other in self._leaving if other is not engine]
-        self._num_ending += 1
-        try:
-            try:
-                await engine.client.close()
-            finally:
-                await self._calls.run(engine.server.stop)
-        except Exception:
-            _LOG.exception("%s could not be ended", engine.server.name)
-        finally:
-            self._num_ending -= 1
+            await self._processes.end(engine)

@@ -16,10 +16,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
-
 if TYPE_CHECKING:
     import torch
+
+WEIGHT_LOADER = "invrl.weights.loader.weight_loader.run"
+"""Import path of the loader that SGLang imports into its scheduler process."""
 
 
 def load_in_one_step() -> None:

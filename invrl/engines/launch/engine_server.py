@@ -25,6 +25,7 @@ import orjson
 import psutil
 
 from invrl.engines.config import EngineConfig
+from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
 from invrl.engines.inside_sglang.engine_identity import START_VARIABLE, sampling_key
 from invrl.engines.inside_sglang.engine_log import log_environment
 from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
@@ -42,9 +43,6 @@ from invrl.host.processes.process import (
     state_of,
 )
 from invrl.user_code.model_folder import read_model_type
-
-WEIGHT_LOADER = "invrl.weights.loader.weight_loader.run"
-"""Import path of the loader that SGLang imports into its scheduler process."""
 
 ENGINE_MODULE = "invrl.engines.inside_sglang.launch_sglang"
 _PROCESS_NAME = "sglang::"
@@ -293,7 +291,8 @@ def _post(
     meanwhile: Callable[[], None],
 ) -> int:
     """Return the response's status. Calls `meanwhile` repeatedly until the response
-    begins.
+    begins. httpx does not let go of a request while it waits, and has no socket to
+    poll.
 
     Raises TimeoutError or another OSError, or HTTPException.
     """

@@ -27,6 +27,7 @@ from invrl.engines.inside_sglang.engine_identity import (
     sampling_key,
 )
 from invrl.errors import ConfigError, ServerError
+from invrl.host.network.direct_connections import direct_client
 from invrl.host.processes.environment_keys import ENGINE_KEY
 
 _FIELD = "engine.external_engines"
@@ -199,10 +200,8 @@ class ExternalEngine:
         is no response."""
         headers = {"Authorization": f"Bearer {key or self.admin_key}"}
         try:
-            with httpx.Client(
-                headers=headers, timeout=deadline_s, trust_env=False
-            ) as http:
-                return http.request(method, self.url + path, json=body)
+            with direct_client(self.url, timeout_s=deadline_s, headers=headers) as http:
+                return http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ServerError(f"no answer to {path} ({error!r})") from error
 

@@ -18,7 +18,7 @@ import httpx
 
 from invrl.engines.router import launch_router, smg
 from invrl.errors import ServerError
-from invrl.host.network.direct_connections import WITHOUT_PROXIES
+from invrl.host.network.direct_connections import WITHOUT_PROXIES, direct_client
 from invrl.host.network.ports import ReservedPort
 from invrl.host.processes.process import ServerProcess, random_key
 
@@ -190,10 +190,8 @@ class RouterServer(ServerProcess):
     ) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self.address.management_key}"}
         try:
-            with httpx.Client(
-                headers=headers, timeout=deadline_s, verify=False, trust_env=False
-            ) as http:
-                answer = http.request(method, self.url + path, json=body)
+            with direct_client(self.url, timeout_s=deadline_s, headers=headers) as http:
+                answer = http.request(method, path, json=body)
             if answer.is_success:
                 return dict(answer.json())
         except (

@@ -14,19 +14,18 @@ import logging
 import socket
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from http.client import HTTPException, HTTPResponse
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import httpx
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
-from invrl.host.network.direct_connections import open_directly
+from invrl.host.network.direct_connections import direct_client
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PATH = "/metrics"
 _UPSTREAM_DEADLINE_S = 5.0
-_CHUNK_BYTES = 65536
 _CLIENT_DEADLINE_S = 10.0
 """A client that has not sent its whole request by then, or has not read the whole
 response, is disconnected."""
@@ -205,30 +203,34 @@ def _without_port(host: str) -> str:
 
 def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[bytes]:
     try:
-        with open_directly(url, timeout_s=_UPSTREAM_DEADLINE_S) as answer:
+        with (
+            direct_client(url, timeout_s=_UPSTREAM_DEADLINE_S) as http,
+            http.stream("GET", url) as answer,
+        ):
+            status = answer.status_code
             body = _read(answer)
             content_type = answer.headers.get("Content-Type", _TEXT[1])
-    except urllib.error.HTTPError as error:
-        reason = f"{name} answered {error.code}"
-        if error.code == HTTPStatus.NOT_FOUND and name != "router":
-            reason += ": an engine shows its metrics with --sglang-enable-metrics"
-        return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
-    except (OSError, HTTPException) as error:
+    except (httpx.HTTPError, TimeoutError) as error:
         return _refuse(
             start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}"
         )
+    if status != HTTPStatus.OK:
+        reason = f"{name} answered {status}"
+        if status == HTTPStatus.NOT_FOUND and name != "router":
+            reason += ": an engine shows its metrics with --sglang-enable-metrics"
+        return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
     start_response(
         "200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))]
     )
     return [body]
 
 
-def _read(answer: HTTPResponse) -> bytes:
+def _read(answer: httpx.Response) -> bytes:
     """Return the whole body. Raises TimeoutError if it is too slow, even if bytes keep
     arriving."""
     ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
     chunks: list[bytes] = []
-    while chunk := answer.read1(_CHUNK_BYTES):
+    for chunk in answer.iter_bytes():
         chunks.append(chunk)
         if time.monotonic() > ends_at:
             raise TimeoutError(f"more than {_UPSTREAM_DEADLINE_S:g} s")

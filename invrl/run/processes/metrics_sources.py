@@ -4,18 +4,16 @@
 Invariant: nothing here asks the trainer or the buffer's actor, and every question to
 another process has a deadline. All may be called from any thread."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.request import Request
 
 from invrl.buffer.groups.event_counts import BufferCounts
 from invrl.buffer.ledger.open_group import RolloutState
 from invrl.engines.fleet.fleet_state import FleetState
-from invrl.host.network.direct_connections import open_directly
+from invrl.host.network.direct_connections import direct_client
 from invrl.observe.metrics.run_exporter import Histogram, Labels, Numbers
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.run_folder import RunFolder
@@ -71,11 +69,11 @@ def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
 def read_gateway(
     url: str, env_key: str, timeout_s: float = _GATEWAY_DEADLINE_S
 ) -> Mapping[str, Any]:
-    """Read all workers' numbers from the gateway's `/metrics`. Raises OSError,
-    HTTPException or ValueError."""
-    request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
-    with open_directly(request, timeout_s=timeout_s) as answer:
-        return json.loads(answer.read())
+    """Read all workers' numbers from the gateway's `/metrics`. Raises httpx.HTTPError
+    or ValueError."""
+    headers = {"authorization": f"Bearer {env_key}"}
+    with direct_client(url, timeout_s=timeout_s, headers=headers) as http:
+        return http.get("/metrics").raise_for_status().json()
 
 
 def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:

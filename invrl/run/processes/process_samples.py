@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from http.client import HTTPException
+
+import httpx
 
 from invrl.engines.launch.engine_server import EngineServer
 from invrl.errors import InvrlError
@@ -137,7 +138,7 @@ def _loop_lag_s(serving: Serving) -> float | None:
     try:
         answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
         return float(answer["loop_lag_ms"]["max"]) / 1000
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         logger.info("the gateway does not say its lag: %r", error)
         return None
 

@@ -114,7 +114,7 @@ def _rows(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.
 
 @triton.jit
 def _coefficients(seed: tl.constexpr, index):
-    """Compute `multilinear.coefficients` on the GPU."""
+    """Compute `multilinear_checksum.coefficients` on the GPU."""
     mixed = (index + (seed << 40)).to(tl.uint64) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from invrl.errors import BroadcastError, InvrlError, LayoutError, WeightSyncError
+from invrl.errors import BroadcastError, InvrlError, LayoutError
 from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
 from invrl.weights.checksums.checksums import (
@@ -37,21 +37,20 @@ from invrl.weights.checksums.checksums import (
     xxh3_checksums,
 )
 from invrl.weights.checksums.multilinear_checksum import SumsInPlace
+from invrl.weights.loader.loader_messages import LoaderReply, LoaderRequest
+from invrl.weights.loader.parameter_places import blocks_of, plan
 from invrl.weights.tensors.engine_parameters import (
-    EXPERTS,
     is_padded,
     padded_rows,
-    tensors_of,
-    tensors_of_expert,
 )
 from invrl.weights.tensors.tensor_slice import EngineRank, TensorSlice, slices_of_rank
 from invrl.weights.tensors.tensor_spec import num_bytes
-from invrl.weights.transports.arena import ArenaHandle, mapped_slot
-from invrl.weights.transports.broadcast import GroupInvitation, receive_weights
+from invrl.weights.transports.arena import mapped_slot
+from invrl.weights.transports.broadcast import receive_weights
 from invrl.weights.transports.delta_folder import load_chain
 from invrl.weights.transports.slot_layout import slot_layout
 from invrl.weights.transports.slot_lease import SlotLease
-from invrl.weights.transports.weight_files import FetchedFiles, FileSource, WeightFiles
+from invrl.weights.transports.weight_files import FetchedFiles, WeightFiles
 from invrl.weights.transports.weight_folder import read_folder
 
 if TYPE_CHECKING:
@@ -63,116 +62,6 @@ if TYPE_CHECKING:
 
 _SMALL_FILE_BYTES = 64 << 20
 """More than a manifest has, or a file has in addition to its tensors."""
-
-
-class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to check the layout, load the arena's slot (if `arena`), a folder (if
-    `folder`), a chain of folders (if `chain`) or a broadcast (if `broadcast`), and read
-    back what is served (if `digest`)."""
-
-    reply_path: str
-    """File for the reply to this request only. A bare name in TMPDIR, from which the
-    engine's HTTP process serves it."""
-    tensors: WeightLayout
-    """Whole tensors, even if the rank holds slices of them."""
-    rank: EngineRank = EngineRank()
-    checksums_add_up: bool = False
-    """Hash with `multilinear_checksum.py`: for `checksums_of_ranks`, even with one rank."""
-    arena: ArenaHandle | None = None
-    alias: bool = False
-    """Point the parameters at the slot instead of copying. Without `arena`: check
-    whether that is possible."""
-    folder: str = ""
-    """Folder for `read_folder`."""
-    chain: tuple[str, ...] = ()
-    """Folders for `load_chain`."""
-    source: FileSource | None = None
-    """Source of the folders' files. None: a disk of this machine."""
-    fetch_deadline_s: float = 0.0
-    broadcast: GroupInvitation | None = None
-    digest: bool = False
-
-
-class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
-    error: str = ""
-    error_is_layout: bool = False
-    error_is_broadcast: bool = False
-    checksums: dict[str, str] = {}
-    """Checksums by tensor: of the parameters as read back, or, without `digest`, of
-    what was copied into them. An alias writes nothing, and so has none without
-    `digest`."""
-    aliased: tuple[str, ...] = ()
-    """Tensors whose place in the parameters is their place in the slot, after an
-    alias."""
-
-
-def plan(
-    parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]
-) -> dict[str, torch.Tensor]:
-    """Return the rows of the engine's parameter that hold each tensor of the layout.
-
-    Raises LayoutError unless every tensor has a place of its shape and dtype, and every
-    parameter is covered, each row once.
-    """
-    unplaced = {spec.name: spec for spec in tensors}
-    if len(unplaced) != len(tensors):
-        raise LayoutError("a tensor name occurs twice in the layout")
-    places: dict[str, torch.Tensor] = {}
-    for name, whole_parameter in parameters.items():
-        for parameter, parts in _blocks_of(name, whole_parameter):
-            first_row = 0
-            for part in parts:
-                spec = unplaced.pop(part, None)
-                if spec is None:
-                    raise LayoutError(
-                        f"{part}: not in the layout, so the engine's {name} is not covered"
-                    )
-                end_row = first_row
-                if spec.shape:
-                    end_row += spec.shape[0]
-                _check_fits(spec, name, parameter, first_row, end_row)
-                places[part] = parameter.data[first_row:end_row]
-                first_row = end_row
-            has_padding = first_row > 0 and is_padded(name)
-            if first_row != parameter.shape[0] and not has_padding:
-                raise LayoutError(
-                    f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows"
-                )
-    if unplaced:
-        first_name = next(iter(unplaced))
-        raise LayoutError(f"{first_name}: the engine has no such weight")
-    return places
-
-
-def _blocks_of(
-    name: str, parameter: torch.Tensor
-) -> list[tuple[torch.Tensor, list[str]]]:
-    """Return the tensors of rows that form a parameter (itself, or one per expert),
-    each with the checkpoint tensors that it holds."""
-    layer, _, last_name = name.rpartition(".experts.")
-    if last_name not in EXPERTS:
-        return [(parameter, tensors_of(name))]
-    return [
-        (rows, tensors_of_expert(layer, expert, last_name))
-        for expert, rows in enumerate(parameter.data)
-    ]
-
-
-def _check_fits(
-    spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int
-) -> None:
-    """Raise LayoutError unless the tensor has the shape and dtype of these rows of the
-    parameter."""
-    fits = (
-        len(spec.shape) == parameter.dim()
-        and spec.shape[1:] == tuple(parameter.shape[1:])
-        and end_row <= parameter.shape[0]
-        and str(parameter.dtype) == f"torch.{spec.dtype}"
-    )
-    if not fits:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        rows = f"rows {first_row}:{end_row} of the engine's {name}, {dtype} {tuple(parameter.shape)}"
-        raise LayoutError(f"{spec.name}: {spec.dtype} {spec.shape} does not fit {rows}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +222,7 @@ def _slices(
         return slices
     _check_rank(model, request.rank)
     for name, whole_parameter in parameters.items():
-        for parameter, parts in _blocks_of(name, whole_parameter):
+        for parameter, parts in blocks_of(name, whole_parameter):
             if all(part in specs for part in parts):  # `plan` says what is missing
                 parts_specs = [specs[part] for part in parts]
                 slices |= slices_of_rank(
@@ -400,7 +289,7 @@ def _check_alias(
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
             raise _not_aliased(f"{name} is not in memory in one piece")
-        blocks = _blocks_of(name, parameter)
+        blocks = blocks_of(name, parameter)
         tensors = [tensor for _, parts in blocks for tensor in parts]
         rows = sum(
             places[tensor].shape[0] for tensor in tensors if places[tensor].dim()
@@ -428,7 +317,7 @@ def _aliases(
     passed."""
     views: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        first_tensor = _blocks_of(name, parameter)[0][1][0]
+        first_tensor = blocks_of(name, parameter)[0][1][0]
         if slot[first_tensor].device != parameter.device:
             device = slot[first_tensor].device
             raise _not_aliased(
@@ -485,25 +374,3 @@ def run(
     body = msgspec.json.encode(reply)
     with contextlib.suppress(OSError):
         Path(tempfile.gettempdir(), request.reply_path).write_bytes(body)
-
-
-def read_reply(path: str) -> LoaderReply:
-    """Read a reply from its file.
-
-    Raises LayoutError, BroadcastError or WeightSyncError with the engine's own error,
-    and WeightSyncError if there is no reply.
-    """
-    try:
-        body = Path(path).read_bytes()
-        reply = msgspec.json.decode(body, type=LoaderReply)
-    except (OSError, msgspec.DecodeError) as error:
-        raise WeightSyncError(
-            f"the engine's weight loader left no reply: {error}"
-        ) from error
-    if reply.error and reply.error_is_layout:
-        raise LayoutError(reply.error)
-    if reply.error and reply.error_is_broadcast:
-        raise BroadcastError(reply.error)
-    if reply.error:
-        raise WeightSyncError(reply.error)
-    return reply

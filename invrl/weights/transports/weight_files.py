@@ -21,6 +21,7 @@ import httpx
 import msgspec
 
 from invrl.errors import WeightSyncError
+from invrl.host.network.direct_connections import direct_client
 
 _TRIES = 3
 _SILENCE_S = 30.0
@@ -70,11 +71,10 @@ class FetchedFiles(WeightFiles):
         self._give_up_at = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
         self._folder = TemporaryDirectory(prefix="invrl-weights-")
-        self._http = httpx.Client(
-            base_url=source.url,
+        self._http = direct_client(
+            source.url,
             headers={"Authorization": f"Bearer {source.key}"},
-            timeout=min(_SILENCE_S, deadline_s / _TRIES),
-            trust_env=False,
+            timeout_s=min(_SILENCE_S, deadline_s / _TRIES),
         )
         self._socket: socket.socket | None = None
         # httpx has a deadline for each read, and a head that trickles in takes any

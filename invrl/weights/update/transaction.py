@@ -46,62 +46,36 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from invrl.errors import CanaryError, ChecksumError, WeightSyncError
+from invrl.errors import CanaryError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
 from invrl.types.metrics import timed
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.weights.update.canary import CanaryBound
+from invrl.weights.update.canary_check import CanaryCheck
+from invrl.weights.update.committed import Committed, Load, load_alone, load_verified
 from invrl.weights.update.fleet_update import FleetUpdate, Phase
 from invrl.weights.update.newcomers import Newcomers
 
 logger = logging.getLogger(__name__)
-Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 
 async def _at_once() -> None:
     """Return immediately."""
 
 
-async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
-    await receiver.load(staged)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """Weights that the fleet holds: enough to give them to an engine that joins
-    later."""
-
-    staged: StagedWeights
-    layout: WeightLayout
-    canary_prompts: Sequence[Sequence[int]]
-    """Prompts by which an engine proves that it computes with these weights as the
-    trainer does."""
-    canary: NDArray[np.float32] | None = None
-    """Trainer's log-probs of the canary prompts under these weights, concatenated. None
-    before the update's canary, or without canary prompts."""
-
-
 @dataclass(slots=True, eq=False)
 class WeightTransaction:
     """Runs updates, one at a time, and remembers the last staged weights for a
-    rollback.
-
-    The first update uses all canary prompts, a later one only the next of them: agents
-    wait while an engine computes it, and a wrong layer or parameter shows in any
-    prompt. If that prompt is beyond the bound, all are computed, and their mean
-    decides.
-    """
+    rollback."""
 
     sender: WeightSender
     receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
@@ -136,6 +110,12 @@ class WeightTransaction:
 
     def __post_init__(self) -> None:
         self._newcomers = Newcomers(deadline_s=self.deadline_s)
+
+    @property
+    def _canary(self) -> CanaryCheck:
+        return CanaryCheck(
+            sender=self.sender, prompts=self.canary_prompts, bound=self.bound
+        )
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine.
@@ -216,7 +196,7 @@ class WeightTransaction:
             await update.call_each(
                 "prepare", lambda engine: engine.check(layout, staged)
             )
-            prompts = self._canary_prompts_of(version)
+            prompts = self._canary.prompts_of(version, self.committed)
             new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
             if self.is_rolling:
                 await self._give_one_by_one(update, new)
@@ -268,7 +248,9 @@ class WeightTransaction:
         # for ever.
         resuming = asyncio.ensure_future(self._resume_committed(update))
         await asyncio.shield(resuming)
-        await self._check_canary(update)
+        committed = self.committed
+        assert committed is not None, "the canary follows a commit"
+        self.committed = await self._canary.check(update, committed)
 
     async def _give_one_by_one(self, update: FleetUpdate, new: Committed) -> None:
         """Take one engine after the other through the phases of `_give_to_all` while
@@ -481,103 +463,3 @@ class WeightTransaction:
         paused_s = time.monotonic() - update.paused_at
         update.seconds["paused"] = max(paused_s, update.seconds.get("paused", 0.0))
         update.raise_if_all_lost()
-
-    def _canary_prompts_of(self, version: WeightVersion) -> Sequence[Sequence[int]]:
-        if self.committed is None or not self.canary_prompts:
-            return self.canary_prompts
-        return [self.canary_prompts[version % len(self.canary_prompts)]]
-
-    async def _check_canary(self, update: FleetUpdate) -> None:
-        """Compare the engines of the update. Raises CanaryError if all canary prompts
-        together are beyond the bound: a single prompt may be, by the rounding of its
-        few tokens."""
-        committed = self.committed
-        assert committed is not None, "the canary follows a commit"
-        if not committed.canary_prompts:
-            return
-        try:
-            await self._compare_canary(update, committed)
-        except CanaryError as error:
-            if len(committed.canary_prompts) == len(self.canary_prompts):
-                raise
-            logger.warning("all canary prompts are asked, because of one: %s", error)
-            everything = replace(
-                committed, canary_prompts=self.canary_prompts, canary=None
-            )
-            await self._compare_canary(update, everything)
-
-    async def _compare_canary(self, update: FleetUpdate, committed: Committed) -> None:
-        """Ask the engines, and beside them the trainer. Raises CanaryError beyond the
-        bound."""
-        served: dict[str, NDArray[np.float32]] = {}
-
-        async def ask(engine: WeightReceiver) -> None:
-            served[engine.name] = np.concatenate(
-                await engine.logprobs(committed.canary_prompts)
-            )
-
-        with self._trainer_canary(update, committed) as trained:
-            await update.try_each("canary", ask)
-            update.raise_if_all_lost()
-            with timed(update.seconds, "canary"):
-                expected = await trained
-        gaps: list[tuple[float, float]] = []
-        for name, logprobs in served.items():
-            gaps.append(
-                self.bound.check(name, logprobs - expected, committed.staged.version)
-            )
-        update.max_gaps += [max_gap for max_gap, _ in gaps]
-        update.mean_gaps += [mean_gap for _, mean_gap in gaps]
-        self.committed = replace(committed, canary=expected)
-
-    @contextmanager
-    def _trainer_canary(
-        self, update: FleetUpdate, committed: Committed
-    ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
-        """The trainer's log-probs of the canary prompts, which it computes within the
-        block unless they are known.
-
-        It is not asked before the engines have resumed: where it shares a GPU or cores
-        with them, the pause would be longer.
-        """
-
-        async def ask() -> NDArray[np.float32]:
-            if committed.canary is not None:
-                return committed.canary
-            with timed(update.seconds, "trainer_canary"):
-                return np.concatenate(
-                    await self.sender.logprobs(committed.canary_prompts)
-                )
-
-        asking = asyncio.ensure_future(ask())
-        try:
-            yield asking
-        finally:
-            asking.cancel()
-            asking.add_done_callback(_ignore_error)
-
-
-def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:
-    """Retrieve the error of a task that nobody awaits any more, so that asyncio does
-    not warn."""
-    if not task.cancelled():
-        task.exception()
-
-
-async def load_verified(
-    receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone
-) -> None:
-    """Load, then raise ChecksumError unless the engine's parameters hash to what was
-    sent."""
-    await load(receiver, staged)
-    held = await receiver.checksums(staged)
-    num_tensors = len(staged.checksums)
-    wrong = [
-        name for name, value in staged.checksums.items() if held.get(name) != value
-    ]
-    if wrong:
-        reason = f"{len(wrong)} of {num_tensors} tensors are not what was sent, {wrong[0]} first"
-        raise ChecksumError(reason, engine=receiver.name)
-    if len(held) != num_tensors:
-        reason = f"{len(held)} tensors were hashed, {num_tensors} were sent"
-        raise ChecksumError(reason, engine=receiver.name)

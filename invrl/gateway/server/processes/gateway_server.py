@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
+
 from invrl.errors import ServerError
 from invrl.gateway.server.processes.heartbeat_page import (
     SUPERVISOR,
@@ -26,7 +28,7 @@ from invrl.gateway.server.processes.heartbeat_page import (
 )
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.files.private_file import open_private
-from invrl.host.network.direct_connections import open_directly
+from invrl.host.network.direct_connections import direct_client
 from invrl.host.output.incidents import incidents
 from invrl.host.output.log_lines import write_log_lines
 from invrl.host.processes.fork_parent import ForkParent
@@ -194,9 +196,9 @@ class GatewayServer:
 
     def _is_healthy(self) -> bool:
         try:
-            with open_directly(self.url + "/health", timeout_s=2.0) as answer:
-                return answer.status == 200
-        except OSError:
+            with direct_client(self.url, timeout_s=2.0) as http:
+                return http.get("/health").status_code == 200
+        except httpx.HTTPError:
             return False
 
 

@@ -146,7 +146,7 @@ def make_app(
         expiring.cancel()
         measuring.cancel()
         await on_shutdown()
-        await peers.close()
+        peers.close()
         reader.close()
 
     app = _GatewayApp(title="invrl gateway", lifespan=lifespan, openapi_url=None)

@@ -14,13 +14,11 @@ import asyncio
 import hmac
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import aiohttp
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from yarl import URL
 
 from invrl.errors import SessionError
 from invrl.gateway.keys import (
@@ -34,6 +32,7 @@ from invrl.gateway.server.http.connection import ClientConnection
 from invrl.gateway.server.http.refusals import FormatError
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.server.workers.peers import Peers
+from invrl.host.network.http_connection import HttpError
 
 _log = logging.getLogger(__name__)
 _SUCCESSOR_S = 30.0
@@ -76,10 +75,8 @@ class Forwarder:
         self._env_key = settings.env_key.get_secret_value()
         # An answer that is not streamed arrives after its generation, which is
         # requested at most twice.
-        longest_s = 2 * settings.session.generate_timeout_s + 60
-        self._timeout = aiohttp.ClientTimeout(
-            sock_connect=_SUCCESSOR_S, sock_read=longest_s
-        )
+        self._silence_s = 2 * settings.session.generate_timeout_s + 60
+        """Longest time between two pieces of an answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,19 +157,21 @@ class Forwarder:
     ) -> bool:
         """Forward a request. True if the client received the whole answer. Raises
         SessionError 503 if neither the owner nor a successor answers."""
-        url = _url_at(URL(self._peers.place.urls[owner]), scope)
+        target = _target_of(scope)
+        not_forwarded = _CONNECTION_HEADERS | {"content-length"}
         headers = {
             name: text
             for name, text in client.headers.items()
-            if name not in _CONNECTION_HEADERS
+            if name not in not_forwarded
         }
-        headers["content-length"] = str(len(body))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SUCCESSOR_S
         while True:
             try:
-                return await self._relay(client, scope["method"], url, headers, body)
-            except (aiohttp.ClientError, TimeoutError) as error:
+                return await self._relay(
+                    client, owner, scope["method"], target, headers, body
+                )
+            except (HttpError, TimeoutError) as error:
                 if (
                     client.started
                 ):  # the answer stays incomplete and ends with the client's connection
@@ -190,54 +189,44 @@ class Forwarder:
     async def _relay(
         self,
         client: ClientConnection,
+        owner: int,
         method: str,
-        url: URL,
-        headers: dict[str, str],
+        target: str,
+        headers: Mapping[str, str],
         body: bytes,
     ) -> bool:
-        async with self._peers.http.request(
-            method,
-            url,
-            headers=headers,
-            data=body,
-            allow_redirects=False,
-            timeout=self._timeout,
-        ) as answer:
+        loop = asyncio.get_running_loop()
+        connections = self._peers.connections(owner)
+        async with (
+            asyncio.timeout(self._silence_s) as silence,
+            connections.request(method, target, headers, body) as answer,
+        ):
             not_forwarded = _CONNECTION_HEADERS | _SERVER_HEADERS
-            answer_headers = {
-                name.lower(): text for name, text in answer.headers.items()
-            }
             forwarded = {
                 name: text
-                for name, text in answer_headers.items()
+                for name, text in answer.headers.items()
                 if name not in not_forwarded
             }
             await client.start(answer.status, forwarded)
-            async for piece in answer.content.iter_any():
+            async for piece in answer.pieces():
+                silence.reschedule(None)
                 await client.write(piece)
+                silence.reschedule(loop.time() + self._silence_s)
         return await client.end(b"")
 
 
-def _url_at(worker: URL, scope: Scope) -> URL:
-    """Return the URL of a request at another worker: the worker's address with the
-    client's path and query, byte for byte. Raises SessionError 400 for a path that
-    could become a part of the address."""
+def _target_of(scope: Scope) -> str:
+    """Return the target of a request at another worker: the client's path and query,
+    byte for byte. Raises SessionError 400 for a path that is none."""
     path = scope["raw_path"].decode("latin-1")
-    url = URL.build(
-        scheme=worker.scheme,
-        host=worker.host or "",
-        port=worker.port,
-        path=path,
-        query_string=scope["query_string"].decode("latin-1"),
-        encoded=True,
-    )
-    if not path.startswith("/") or url.origin() != worker.origin():
+    if not path.startswith("/"):
         raise SessionError(
             "the request's path does not begin with /",
             status=400,
             code="invalid_request",
         )
-    return url
+    query = scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 def _names_in_path(path: str) -> tuple[str, str]:

@@ -9,69 +9,62 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from invrl.gateway.registry import WorkerPlace
+from invrl.host.network.http_connection import HttpConnections, HttpError
 
 _log = logging.getLogger(__name__)
 _METRICS_TIMEOUT_S = 5.0
+_CONNECT_S = 30.0
+_IDLE_S = 15.0
 
 
 class Peers:
     def __init__(self, place: WorkerPlace) -> None:
         self.place = place
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = [
+            HttpConnections(url, idle_s=_IDLE_S, connect_s=_CONNECT_S)
+            for url in place.urls
+        ]
 
-    @property
-    def http(self) -> aiohttp.ClientSession:
-        """Client without deadlines. It belongs to one event loop and is created on
-        first use."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
-                timeout=aiohttp.ClientTimeout(),
-                auto_decompress=False,
-                skip_auto_headers=(
-                    "user-agent",
-                    "accept",
-                    "accept-encoding",
-                    "content-type",
-                ),
-            )
-        return self._session
+    def connections(self, worker: int) -> HttpConnections:
+        """Return the connections to the worker with this number."""
+        return self._connections[worker]
 
     async def metrics(
         self, own: Mapping[str, object], env_key: str
     ) -> Mapping[str, object]:
         """Return the metrics of all workers, merged. A worker that does not answer is
         left out."""
-        other_urls = [
-            url
-            for number, url in enumerate(self.place.urls)
-            if number != self.place.number
-        ]
+        numbers = range(len(self.place.urls))
         answers = await asyncio.gather(
-            *(self._fetch_metrics(url, env_key) for url in other_urls)
+            *(
+                self._fetch_metrics(number, env_key)
+                for number in numbers
+                if number != self.place.number
+            )
         )
         others = [answer for answer in answers if answer is not None]
         return merge_metrics([own, *others])
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def close(self) -> None:
+        for connections in self._connections:
+            connections.close()
 
     async def _fetch_metrics(
-        self, worker_url: str, env_key: str
+        self, worker: int, env_key: str
     ) -> Mapping[str, object] | None:
-        url = worker_url + "/metrics?worker=own"
+        path = "/metrics?worker=own"
         headers = {"authorization": f"Bearer {env_key}"}
-        timeout = aiohttp.ClientTimeout(total=_METRICS_TIMEOUT_S)
         try:
-            async with self.http.get(url, headers=headers, timeout=timeout) as answer:
+            async with (
+                asyncio.timeout(_METRICS_TIMEOUT_S),
+                self.connections(worker).request("GET", path, headers, b"") as answer,
+            ):
                 return msgspec.json.decode(await answer.read(), type=dict[str, object])
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-            _log.warning("metrics of %s: %r", url, error)
+        except (HttpError, TimeoutError, msgspec.DecodeError) as error:
+            _log.warning("metrics of worker %d: %r", worker, error)
             return None
 
 
