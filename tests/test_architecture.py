@@ -674,6 +674,7 @@ def _makes_text(call: ast.Call) -> bool:
     if (
         name == "open"
         and isinstance(call.func, ast.Attribute)
+        and mode
         and set(mode) <= set("+artwx")
     ):
         is_file = True

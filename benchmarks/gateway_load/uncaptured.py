@@ -20,7 +20,9 @@ class DroppingWriter(run_store_writer.RunStoreWriter):
     def add_turn(self, *_: object, **__: object) -> Future[None]:
         return self._submit(())
 
-    def _submit(self, statements: Iterable[object]) -> Future[None]:
+    def _submit(
+        self, statements: Iterable[object], *, waits: bool = False
+    ) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -9,7 +9,7 @@
 | the policy loss of one token (clipping) | `policy_loss/surrogates.py` |
 | the off-policy correction old/rollout | `policy_loss/corrections.py` |
 | the KL term | `policy_loss/kl.py` |
-| user code of the axes, and what adapts settings during a run | `axis_plugins.py` |
+| user code of the axes, and what adapts settings during a run | `policy_loss/axis_plugins.py` |
 | from token losses to one number | `policy_loss/aggregation.py` |
 | settings and presets | `config.py` |
 

@@ -614,7 +614,10 @@ def over_preset(values: Mapping[str, object]) -> dict[str, object]:
     tables = over.get("plugin")
     if isinstance(tables, Mapping):
         # A table of the preset goes with the code that it is for.
-        kept = {*_plugin_names(over), *(values.get("plugin") or ())}
+        given = values.get("plugin")
+        kept = set(_plugin_names(over))
+        if isinstance(given, Mapping):
+            kept.update(given)
         over["plugin"] = {name: tables[name] for name in tables if name in kept}
     return over
 

@@ -41,7 +41,7 @@ class RouterShift(Section):
     def check(self, config: Config) -> None:
         """Raise ConfigError where no router moves, or no ratio is weighed."""
         algorithm = config.algorithm
-        reason = ""
+        reason = fix = ""
         if algorithm.old_logprobs != "recompute":
             reason = (
                 f"with --old-logprobs {algorithm.old_logprobs} no pass says what the routers were like under "

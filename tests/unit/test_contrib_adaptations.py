@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from invrl.algorithms.axis_plugins import load_adaptations
 from invrl.algorithms.config import AlgorithmConfig, EntropyConfig, KlConfig
+from invrl.algorithms.policy_loss.axis_plugins import load_adaptations
 from invrl.contrib import adaptive_entropy, adaptive_kl
 from invrl.contrib.adaptive_entropy import AdaptiveEntropy
 from invrl.contrib.adaptive_kl import AdaptiveKL

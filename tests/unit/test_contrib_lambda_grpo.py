@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_rows import row_of_turns
 
-from invrl.algorithms.axis_plugins import load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.policy_loss.axis_plugins import load_row_weight
 from invrl.contrib.lambda_grpo import (
     LAMBDA_GRADIENT,
     LENGTH_SLOPE,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from checks_by_name import run_check
 
-from invrl.algorithms.axis_plugins import load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.objectives.example import (
     example_inputs,
@@ -17,6 +16,7 @@ from invrl.algorithms.objectives.example import (
     with_row_numbers,
 )
 from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.policy_loss.axis_plugins import load_row_weight
 from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.algorithms.policy_loss.surrogates import SURROGATES
 from invrl.algorithms.presets import PRESETS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from invrl.algorithms.axis_plugins import axis_plugins
+from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.run.settings.config import (

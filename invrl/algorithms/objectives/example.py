@@ -9,12 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from invrl.algorithms.axis_plugins import (
-    BUILT_IN_OLD_POLICIES,
-    load_old_policy,
-    load_ratio_weight,
-    load_row_weight,
-)
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives.objectives import (
@@ -24,6 +18,12 @@ from invrl.algorithms.objectives.objectives import (
     is_built_in,
     needs_of,
     objective_of,
+)
+from invrl.algorithms.policy_loss.axis_plugins import (
+    BUILT_IN_OLD_POLICIES,
+    load_old_policy,
+    load_ratio_weight,
+    load_row_weight,
 )
 from invrl.algorithms.policy_loss.ratios import RATIOS
 from invrl.algorithms.policy_loss.surrogates import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from invrl.algorithms.axis_plugins import axis_plugins
+from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
 from invrl.errors import PluginError
 from invrl.interfaces import Objective
 from invrl.user_code.plugins import load_plugin

@@ -36,10 +36,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from invrl.algorithms.axis_plugins import load_ratio_weight, load_row_weight
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.policy_loss.aggregation import AGGREGATIONS
+from invrl.algorithms.policy_loss.axis_plugins import load_ratio_weight, load_row_weight
 from invrl.algorithms.policy_loss.corrections import Correction, correct
 from invrl.algorithms.policy_loss.kl import estimate, k3, to_go
 from invrl.algorithms.policy_loss.old_policy import old_logprobs

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from invrl.algorithms.axis_plugins import load_old_policy
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs
+from invrl.algorithms.policy_loss.axis_plugins import load_old_policy
 
 
 def old_logprobs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:

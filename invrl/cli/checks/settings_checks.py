@@ -91,8 +91,8 @@ def check_algorithm(config: Config) -> None:
     functions that can be called as such. A user's policy loss or objective is called
     once."""
     from invrl.algorithms.advantages.advantages import advantage_function
-    from invrl.algorithms.axis_plugins import axis_plugins
     from invrl.algorithms.objectives.objectives import is_built_in, needs_of
+    from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
     from invrl.algorithms.policy_loss.surrogates import SURROGATES, surrogate_function
     from invrl.buffer.groups.group_filters import group_filter_function
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.axis_plugins import axis_plugins
 from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
 from invrl.algorithms.objectives.objectives import (
     DISTILLATION,
@@ -19,6 +18,7 @@ from invrl.algorithms.objectives.objectives import (
     is_built_in,
     needs_of,
 )
+from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
 from invrl.interfaces import ChecksSettings
 from invrl.user_code.plugins import plugin_name
 

@@ -28,9 +28,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from invrl.algorithms.axis_plugins import load_adaptations, load_row_weight
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.objectives.objectives import needs_of, objective_of
+from invrl.algorithms.policy_loss.axis_plugins import load_adaptations, load_row_weight
 from invrl.errors import TrainError
 from invrl.interfaces import Adaptation, Objective, StepResult, TokenRecord
 from invrl.train.batches.grammar_masks import GrammarMasks

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from invrl.algorithms.config import AlgorithmConfig
 
 BUILT_IN_OLD_POLICIES = ("recompute", "engine")
-_Whole = TypeVar("_Whole", RowWeight, Adaptation)
+_Whole = TypeVar("_Whole", bound=RowWeight | Adaptation)
 
 
 class AxisPlugin(NamedTuple):
