@@ -27,6 +27,7 @@ from invrl.run.settings.config import (
     read_toml,
     setting_name,
 )
+from invrl.run.settings.former_settings import former_fix
 from invrl.run.settings.name_suggestions import nearest_setting
 from invrl.types.section import fields_of, is_optional, present_type, tables_of
 
@@ -166,7 +167,7 @@ class _FlagParser:
             self.files.append(read_toml(configuration_file(path)))
         elif flag.startswith(_PLUGIN_FLAG):
             self._read_plugin_setting(flag, value)
-        elif package is not None:
+        elif package is not None and not former_fix(flag):
             self._read_package_option(package, flag, value)
         else:
             raise self._unknown(flag, value)

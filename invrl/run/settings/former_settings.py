@@ -351,6 +351,7 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
         if value in ("dppo_tv_topk", "dppo_kl_topk"):
             plugin[plugin_name(values[value])] = dppo
             tables.pop("dppo", None)
+            algorithm.pop("dppo_threshold", None)
     entropy = plugin.get("AdaptiveEntropy", {})
     is_learned = is_weighted and bool(plugin.get("LearnedExponent", {}).get("lr"))
     is_weighted = is_learned or (
