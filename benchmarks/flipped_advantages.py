@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms import surrogates
+from invrl.algorithms import policy_losses
 from invrl.algorithms.advantages import ADVANTAGES
 
 if TYPE_CHECKING:
@@ -33,6 +33,6 @@ def clip(
     """The built-in `clip` without a dual clip, of minus the advantages: those of a
     critic with the KL in them, or minus the reverse KL of distillation. The critic's
     own returns keep their sign."""
-    return surrogates.clip(
+    return policy_losses.clip(
         ratio_N, -advantages_N, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )

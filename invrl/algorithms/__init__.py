@@ -6,7 +6,7 @@
 | the loss of a micro-batch, where the axes meet | `losses.py` |
 | the ratio current/old | `ratios.py` |
 | the old policy: recomputed, the engine's, interpolated | `old_policy.py` |
-| the policy loss of one token (clipping) | `surrogates.py` |
+| the policy loss of one token (clipping) | `policy_losses.py` |
 | the off-policy correction old/rollout | `corrections.py` |
 | the KL term | `kl.py` |
 | coefficients that are adapted after each batch | `adaptive.py` |

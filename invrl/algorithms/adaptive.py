@@ -24,7 +24,7 @@ def adapted_kl_coef(coef: float, divergence: float, target: float) -> float:
 
     `divergence` and `target` are in nats per token: the mean of k3 over a batch's
     trained tokens. The paper's are sums over a sequence. verl has the form of the
-    paper's code, coef (1 + e n / horizon), with the mean over rows.
+    paper's code, coef (1 + e n / horizon), with the mean over samples.
     """
     error = divergence / target - 1.0
     error = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
@@ -41,7 +41,7 @@ def adapted_entropy_coef(
     return min(max(coef, 0.0), _LARGEST_ENTROPY_COEF)
 
 
-def entropy_coef_of_band(
+def band_entropy_coef(
     coef: float, entropy: float, low: float, high: float, step: float
 ) -> float:
     """Keep the entropy between two bounds: ours, after Skywork-OR1's one bound.
@@ -98,7 +98,7 @@ class Coefficients:
         ceiling = bonus.ceiling
         if ceiling is not None:
             floor = target or 0.0
-            adapted = entropy_coef_of_band(
+            adapted = band_entropy_coef(
                 self.entropy, entropy, floor, ceiling, bonus.step
             )
             return replace(

@@ -8,15 +8,19 @@ import torch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.length_weights import LENGTH_SLOPE, LENGTH_WEIGHT
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples, TopTokens
 from invrl.algorithms.objectives import (
     check_outputs,
     is_built_in,
-    needs_of,
-    objective_of,
+    load_objective,
+    objective_needs,
+)
+from invrl.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    policy_loss_function,
 )
 from invrl.algorithms.ratios import RATIOS
-from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
 from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.top_logprobs import NO_TOKEN
@@ -24,8 +28,8 @@ from invrl.types.top_logprobs import NO_TOKEN
 _TOKENS_OF_ROWS = (5, 3, 1)
 
 
-def try_surrogate(config: AlgorithmConfig) -> None:
-    """Call a user's policy loss once, with three rows of random numbers, and compute
+def try_policy_loss(config: AlgorithmConfig) -> None:
+    """Call a user's policy loss once, with three samples of random numbers, and compute
     its gradient.
 
     Raises PluginError if it raises an exception, or returns the wrong shape, a number
@@ -33,18 +37,18 @@ def try_surrogate(config: AlgorithmConfig) -> None:
     the example lacks the run's own columns.
     """
     name = config.policy_loss
-    surrogate = surrogate_function(name)
-    if name in SURROGATES:
+    policy_loss = policy_loss_function(name)
+    if name in POLICY_LOSSES:
         return
     inputs = example_inputs()
     assert inputs.old_N is not None
-    ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.rows)
-    of = SurrogateInputs(
+    ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.samples)
+    of = PolicyLossInputs(
         ratio_N=ratio_N, advantages_N=inputs.advantages_N, inputs=inputs, config=config
     )
     fix = "make it work for float32 tensors of one shape [N], as the page on adding a loss shows"
     try:
-        losses_N = surrogate(of).losses_N
+        losses_N = policy_loss(of).losses_N
         losses_N.sum().backward()
     except PluginError:
         raise
@@ -71,23 +75,23 @@ def try_surrogate(config: AlgorithmConfig) -> None:
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Call a user's objective once, with three rows of random numbers, and compute its
-    gradient. An objective that compares rows is not called: its `couple` needs the
+    """Call a user's objective once, with three samples of random numbers, and compute its
+    gradient. An objective that compares samples is not called: its `couple` needs the
     run's groups.
 
-    Raises PluginError like `try_surrogate`, and if it does not return a loss.
+    Raises PluginError like `try_policy_loss`, and if it does not return a loss.
     """
     name = config.objective
-    if is_built_in(name) or needs_of(config).row_table:
+    if is_built_in(name) or objective_needs(config).sample_table:
         return
-    needs = needs_of(config)
+    needs = objective_needs(config)
     inputs = example_inputs(
         with_top=needs.top_logprobs, with_router_shift=needs.router_shift
     )
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
-        outputs = objective_of(config)(inputs)
+        outputs = load_objective(config)(inputs)
         check_outputs(name, outputs)
         outputs.loss.backward()
     except PluginError:
@@ -118,7 +122,7 @@ def try_objective(config: AlgorithmConfig) -> None:
 def example_inputs(
     *, with_top: bool = False, with_router_shift: bool = False
 ) -> LossInputs:
-    """Make rows of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
+    """Make samples of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
     and zero advantages. `with_top` adds the likeliest tokens at each position."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
@@ -131,22 +135,22 @@ def example_inputs(
     old_N = -4.0 * torch.rand(num_tokens, generator=generator)
     advantages_N = torch.randn(num_tokens, generator=generator)
     advantages_N[0] = 0.0
-    row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(
+    sample_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(
         torch.tensor(_TOKENS_OF_ROWS)
     )
-    num_rows = len(_TOKENS_OF_ROWS)
-    solved_R = torch.arange(num_rows) % 2 == 0
-    rows = Rows.each_a_rollout(row_N)
+    num_samples = len(_TOKENS_OF_ROWS)
+    solved_R = torch.arange(num_samples) % 2 == 0
+    samples = Samples.each_a_rollout(sample_N)
     return LossInputs(
         current_N=near(old_N).requires_grad_(),
         entropy_N=torch.rand(num_tokens, generator=generator).requires_grad_(),
-        rows=rows,
+        samples=samples,
         denominators=Denominators(
             tokens=num_tokens,
-            rows=num_rows,
-            rollouts=num_rows,
-            groups=num_rows,
-            solved_tokens=float(rows.tokens_R[solved_R].sum()),
+            samples=num_samples,
+            rollouts=num_samples,
+            groups=num_samples,
+            solved_tokens=float(samples.tokens_R[solved_R].sum()),
         ),
         old_N=old_N,
         rollout_N=near(old_N),
@@ -154,8 +158,8 @@ def example_inputs(
         reference_N=near(old_N),
         numbers={
             SOLVED_NUMBER: solved_R.float(),
-            LENGTH_WEIGHT: torch.ones(num_rows),
-            LENGTH_SLOPE: torch.zeros(num_rows),
+            LENGTH_WEIGHT: torch.ones(num_samples),
+            LENGTH_SLOPE: torch.zeros(num_samples),
         },
         top=_example_top(num_tokens, generator) if with_top else None,
         router_shift_N=torch.rand(num_tokens, generator=generator)

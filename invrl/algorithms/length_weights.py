@@ -32,7 +32,7 @@ def largest_scale(group_size: int) -> float:
     return float(np.sqrt(group_size)) / (group_size - 1)
 
 
-def weights_of_group(
+def group_weights(
     lengths_G: NDArray[np.float64], exponent: float, scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The weights f_i [G] of a group's rollouts, whose mean is 1, and their derivatives
@@ -80,7 +80,7 @@ def length_numbers(
             [trained.tokens_of_rollout[rollout_id] for rollout_id in rollout_ids],
             np.float64,
         )
-        weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
+        weights_G, slopes_G = group_weights(lengths_G, exponent, scale)
         for rollout_id, weight, slope in zip(
             rollout_ids, weights_G, slopes_G, strict=True
         ):

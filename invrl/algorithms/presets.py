@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "eps_clip_high": 0.28,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2507.18071, section 5.1
     "gspo": {
@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "dual_clip": False,
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # MiniMax-M1, arXiv 2506.13585, section 3.1. The upper bound is not in the paper:
     # the cap of 5 is ScaleRL's (arXiv 2510.13786). The paper makes 16 updates a batch.
@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "eps_clip_low": 1.0,
         "eps_clip_high": 4.0,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its
     # summarization task and its 2 updates a batch.
@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
             "added_to": "rollout_reward",
             "clamp": False,
         },
-        "num_minibatches": 2,
+        "num_mini_batches": 2,
     },
     # arXiv 2501.03262, eq. 4 and 5, and table 1
     "reinforce_pp": {
@@ -94,7 +94,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "dual_clip": False,
         "aggregation": "token_mean",
         "kl": {"coefficient": 0.02, "estimator": "k1", "added_to": "reward"},
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2504.05118, section 5.1. The paper makes 16 updates a batch.
     "vapo": {
@@ -105,7 +105,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "eps_clip_high": 0.28,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2511.20347, section 5.1
     "sapo": {
@@ -113,7 +113,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "policy_loss": "sapo",
         "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.04879, appendix E: binary total variation around the policy that
     # sampled. The paper truncates the ratio at 5, we do not (its section 5.4), and
@@ -125,7 +125,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "old_logprobs": "engine",
         "correction": "none",
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.02710, algorithm 1
     "maxrl": {
@@ -148,7 +148,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "correction_cap": 5.0,
         "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2512.06547: the same with an interpolated proximal policy
     "a3po": {
@@ -161,7 +161,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "correction_cap": 5.0,
         "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL
     # coefficient, and resets the reference and the optimizer when validation stagnates:
@@ -174,7 +174,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "aggregation": "token_mean",
         "kl": {"coefficient": 0.001, "estimator": "k3"},
         "reference": {"reset_steps": 200, "reset_optimizer": True},
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that
     # of a review of it. Where lambda starts, its learning rate (those of the
@@ -199,7 +199,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "router_shift_floor": 0.8,
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
@@ -213,7 +213,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         },
         "correction": "none",
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
 }
 """Presets set only axes that exist. What all of them leave as it is, whatever their

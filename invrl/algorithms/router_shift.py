@@ -10,7 +10,7 @@ router's score as a share of all experts' scores:
     weight = sg[ max(exp(-shift), router_shift_floor) ]
 
 sg stops the gradient: the routers get none through it. The weight multiplies the ratio
-current/old of a token before it is clipped or averaged over a row. The equations are
+current/old of a token before it is clipped or averaged over a sample. The equations are
 numbered as in v2; the formula was read in a summary of the paper and in two
 re-implementations of it, not in the paper's own text.
 """

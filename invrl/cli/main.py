@@ -145,12 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     hold_keys()
     bypass_proxies(*THIS_MACHINE)
-    exit_code = exit_code_of(partial(_run, arguments))
-    _tell_supervisor(exit_code)
+    exit_code = run_with_exit_code(partial(_run, arguments))
+    _notify_supervisor(exit_code)
     return exit_code
 
 
-def exit_code_of(work: Callable[[], None]) -> int:
+def run_with_exit_code(work: Callable[[], None]) -> int:
     """Do the work and return the exit code for how it ended. Prints the error that
     ended it, if any."""
     try:
@@ -236,7 +236,7 @@ def _print_bad_input(error: ConfigError) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def _tell_supervisor(exit_code: int) -> None:
+def _notify_supervisor(exit_code: int) -> None:
     """Tell a driver's supervisor to expect no more heartbeats: the end of the
     interpreter may take long."""
     from invrl.host import lifeline

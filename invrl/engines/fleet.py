@@ -26,7 +26,7 @@ from pathlib import Path
 
 from invrl.engines.blocking_calls import BlockingCalls
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_answer
+from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_reply
 from invrl.engines.engine_launcher import Engine, EngineLauncher
 from invrl.engines.engine_restarts import EngineRestarts
 from invrl.engines.fleet_router import FleetRouter
@@ -304,7 +304,7 @@ class Fleet:
     async def _examine(self, newest_version: WeightVersion) -> None:
         engines = dict(self.engines)
         questions = [
-            wrong_answer(
+            wrong_reply(
                 engine.client,
                 vocab_size=self.limits.vocab_size,
                 newest_version=newest_version,

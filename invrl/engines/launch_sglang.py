@@ -30,10 +30,10 @@ from invrl.engines.drain_route import add_drain_route
 from invrl.engines.engine_identity import add_identity_route
 from invrl.engines.engine_log import log_in_lines
 from invrl.engines.engine_spans import FLAG, send_spans_over_http
-from invrl.engines.experts_by_label import answer_with_experts
+from invrl.engines.experts_by_label import respond_with_experts
 from invrl.engines.flush_memory import keep_memory_in_flushes
 from invrl.engines.kv_versions import separate_kv_of_versions
-from invrl.engines.masked_answers import hide_keys_in_answers
+from invrl.engines.masked_responses import hide_keys_in_responses
 from invrl.engines.reply_route import add_reply_route
 from invrl.engines.update_routes import add_update_routes
 from invrl.engines.weight_sessions import leave_unpacked_modules, load_in_one_step
@@ -138,7 +138,7 @@ def import_sglang() -> None:
     from sglang.launch_server import run_server  # noqa: F401
     from sglang.srt.entrypoints import http_server  # noqa: F401
 
-    hide_keys_in_answers()
+    hide_keys_in_responses()
     add_drain_route()
     add_identity_route()
     add_reply_route()
@@ -155,7 +155,7 @@ def serve(flags: Sequence[str]) -> None:
         sglang_on_cpu.support_seeds()
     if "--enable-return-routed-experts" in flags:
         sglang_on_cpu.support_routed_experts()
-        answer_with_experts()
+        respond_with_experts()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import hf_transformers_utils, kill_process_tree

@@ -2,7 +2,7 @@
 spans out.
 
 `generate_json` makes the JSON of a generation request. The methods under "control" make
-the other requests. `sglang_answers.py` has the JSON of the responses.
+the other requests. `sglang_responses.py` has the JSON of the responses.
 
 Invariant: the client sends nothing that would kill a server (as a token id outside the
 vocabulary does) or that the server would truncate without an error. Every call has a
@@ -33,21 +33,21 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from invrl.engines.answer_check import AnswerCheck, NewestVersion, check_prompt_logprobs
 from invrl.engines.canary_first import canary_rid
 from invrl.engines.drain_route import DRAIN_PATH
 from invrl.engines.experts_by_label import EXPERTS_LABEL
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
+from invrl.engines.reply_check import NewestVersion, ReplyCheck, check_prompt_logprobs
 from invrl.engines.reply_route import REPLY_PATH
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
-from invrl.engines.sglang_answers import (
+from invrl.engines.sglang_responses import (
     EngineLoad,
     GenerateEvent,
     MetaInfo,
     decode_event,
     decode_load,
     decode_prompt_logprobs,
-    events_of,
+    read_events,
 )
 from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
 from invrl.engines.version_spans import VersionTracker
@@ -56,7 +56,7 @@ from invrl.errors import (
     NoEngineError,
     ServerError,
     SessionError,
-    WrongAnswerError,
+    WrongReplyError,
 )
 from invrl.host.traces import current_traceparent
 from invrl.types.routed_experts import RoutedExperts
@@ -234,12 +234,12 @@ class SglangClient:
         generate_deadline_s: float = 3600.0,
         experts: ExpertsShape | None = None,
         newest_version: NewestVersion | None = None,
-        on_wrong_answer: Callable[[], object] = lambda: None,
+        on_wrong_reply: Callable[[], object] = lambda: None,
     ) -> None:
         """`name`: the server's name in errors. `experts`: the model's shape, if
         generations record the experts of their tokens. `newest_version`: tokens of a
-        later one are refused; None: any version may be. `on_wrong_answer`: called for
-        each generation that ends with WrongAnswerError."""
+        later one are refused; None: any version may be. `on_wrong_reply`: called for
+        each generation that ends with WrongReplyError."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
@@ -250,7 +250,7 @@ class SglangClient:
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
         self._newest_version = newest_version
-        self._on_wrong_answer = on_wrong_answer
+        self._on_wrong_reply = on_wrong_reply
         self._http = HttpConnections(self.base_url, idle_s=_IDLE_CONNECTION_S)
 
     async def __aenter__(self) -> Self:
@@ -279,7 +279,7 @@ class SglangClient:
             routing_key=request.routing_key,
         )
         reader = self._reader(request)
-        with self._wrong_answers_told():
+        with self._report_wrong_replies():
             chunk = reader.add(decode_event(answer))
             end = reader.end()
         return GenerateResult(
@@ -310,28 +310,28 @@ class SglangClient:
                     "/generate", body, key=self.api_key, routing_key=request.routing_key
                 ) as response,
             ):
-                async for data in events_of(response):
-                    with self._wrong_answers_told():
+                async for data in read_events(response):
+                    with self._report_wrong_replies():
                         chunk = reader.add(decode_event(data))
                     if len(chunk.ids_T):
                         yield chunk
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
-        with self._wrong_answers_told():
+        with self._report_wrong_replies():
             end = reader.end()
         yield end
 
     @contextlib.contextmanager
-    def _wrong_answers_told(self) -> Iterator[None]:
+    def _report_wrong_replies(self) -> Iterator[None]:
         try:
             yield
-        except WrongAnswerError:
-            self._on_wrong_answer()
+        except WrongReplyError:
+            self._on_wrong_reply()
             raise
 
     def _reader(self, request: GenerateRequest) -> _GenerationReader:
-        check = AnswerCheck(
+        check = ReplyCheck(
             rid=request.rid,
             vocab_size=self.limits.vocab_size,
             max_new_tokens=request.sampling.max_new_tokens,
@@ -358,7 +358,7 @@ class SglangClient:
         answers = await self._ask("/generate", body, deadline_s=deadline_s)
         rows = [row[1:] for row in decode_prompt_logprobs(answers)]
         if [len(row) for row in rows] != [len(prompt) - 1 for prompt in prompts]:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 "the prompt log-probs and the prompts differ in length"
             )
         logprobs = [
@@ -575,7 +575,7 @@ class _GenerationReader:
     one whole response."""
 
     def __init__(
-        self, request: GenerateRequest, experts: ExpertsShape | None, check: AnswerCheck
+        self, request: GenerateRequest, experts: ExpertsShape | None, check: ReplyCheck
     ) -> None:
         self._check = check
         self._path_tokens = request.path_tokens
@@ -614,7 +614,7 @@ class _GenerationReader:
     def end(self) -> GenerateEnd:
         meta = self._meta
         if meta is None or meta.finish_reason is None:
-            raise WrongAnswerError("a generation ended without a finish reason")
+            raise WrongReplyError("a generation ended without a finish reason")
         finish = meta.finish_reason
         if finish.type != "abort":
             self._check.check_end(meta)

@@ -32,19 +32,24 @@ from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
 from invrl.weights.arena import ArenaHandle, mapped_slot
 from invrl.weights.broadcast import GroupInvitation, receive_weights
-from invrl.weights.checksums import HashTensors, checksums_of, copy_all, xxh3_checksums
+from invrl.weights.checksums import (
+    HashTensors,
+    copy_all,
+    tensor_checksums,
+    xxh3_checksums,
+)
 from invrl.weights.delta_folder import load_chain
 from invrl.weights.engine_parameters import (
     EXPERTS,
+    checkpoint_tensors,
+    expert_tensors,
     is_padded,
     padded_rows,
-    tensors_of,
-    tensors_of_expert,
 )
 from invrl.weights.multilinear import SumsInPlace
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
+from invrl.weights.tensor_slice import EngineRank, TensorSlice, rank_slices
 from invrl.weights.tensor_spec import num_bytes
 from invrl.weights.weight_files import FetchedFiles, FileSource, WeightFiles
 from invrl.weights.weight_folder import read_folder
@@ -72,7 +77,7 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whole tensors, even if the rank holds slices of them."""
     rank: EngineRank = EngineRank()
     checksums_add_up: bool = False
-    """Hash with `multilinear.py`: for `checksums_of_ranks`, even with one rank."""
+    """Hash with `multilinear.py`: for `rank_checksums`, even with one rank."""
     arena: ArenaHandle | None = None
     alias: bool = False
     """Point the parameters at the slot instead of copying. Without `arena`: check
@@ -114,7 +119,7 @@ def plan(
         raise LayoutError("a tensor name occurs twice in the layout")
     places: dict[str, torch.Tensor] = {}
     for name, whole_parameter in parameters.items():
-        for parameter, parts in _blocks_of(name, whole_parameter):
+        for parameter, parts in _parameter_blocks(name, whole_parameter):
             first_row = 0
             for part in parts:
                 spec = unplaced.pop(part, None)
@@ -139,16 +144,16 @@ def plan(
     return places
 
 
-def _blocks_of(
+def _parameter_blocks(
     name: str, parameter: torch.Tensor
 ) -> list[tuple[torch.Tensor, list[str]]]:
     """Return the tensors of rows that form a parameter (itself, or one per expert),
     each with the checkpoint tensors that it holds."""
     layer, _, last_name = name.rpartition(".experts.")
     if last_name not in EXPERTS:
-        return [(parameter, tensors_of(name))]
+        return [(parameter, checkpoint_tensors(name))]
     return [
-        (rows, tensors_of_expert(layer, expert, last_name))
+        (rows, expert_tensors(layer, expert, last_name))
         for expert, rows in enumerate(parameter.data)
     ]
 
@@ -206,7 +211,7 @@ def _prepared(
     """Raises LayoutError. The preparation is kept for the next request, so that what
     the layout's check has worked out is not worked out again while generation is
     paused."""
-    memory = _memory_of(parameters)
+    memory = _parameter_memory(parameters)
     kept = _preparations.pop(id(model), None)
     if kept is not None and kept.fits(request, memory):
         preparation = kept
@@ -224,7 +229,7 @@ def _prepare(
     memory: _Memory,
 ) -> _Preparation:
     slices = _slices(model, parameters, request)
-    own_tensors = [slices[spec.name].spec_of(spec) for spec in request.tensors]
+    own_tensors = [slices[spec.name].make_spec(spec) for spec in request.tensors]
     places = plan(parameters, own_tensors)
     return _Preparation(
         model=model,
@@ -235,11 +240,11 @@ def _prepare(
         slices=slices,
         own_tensors=own_tensors,
         places=places,
-        hash_tensors=_hash_of(request, slices, places),
+        hash_tensors=_rank_hash(request, slices, places),
     )
 
 
-def _memory_of(parameters: Mapping[str, torch.Tensor]) -> _Memory:
+def _parameter_memory(parameters: Mapping[str, torch.Tensor]) -> _Memory:
     return [
         (
             name,
@@ -298,7 +303,7 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         receive_weights(request.broadcast, request.tensors, places)
         _compute_derived(model)
     if request.digest:
-        checksums = checksums_of(places, hash_tensors)
+        checksums = tensor_checksums(places, hash_tensors)
     if on_gpu:
         _wait_for_kernels()  # the next forward pass does not wait for this stream
     return LoaderReply(checksums=checksums, aliased=aliased)
@@ -328,12 +333,10 @@ def _slices(
         return slices
     _check_rank(model, request.rank)
     for name, whole_parameter in parameters.items():
-        for parameter, parts in _blocks_of(name, whole_parameter):
+        for parameter, parts in _parameter_blocks(name, whole_parameter):
             if all(part in specs for part in parts):  # `plan` says what is missing
                 parts_specs = [specs[part] for part in parts]
-                slices |= slices_of_rank(
-                    name, parameter.shape, parts_specs, request.rank
-                )
+                slices |= rank_slices(name, parameter.shape, parts_specs, request.rank)
     return slices
 
 
@@ -347,7 +350,7 @@ def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
             )
 
 
-def _hash_of(
+def _rank_hash(
     request: LoaderRequest,
     slices: Mapping[str, TensorSlice],
     places: Mapping[str, torch.Tensor],
@@ -356,7 +359,7 @@ def _hash_of(
     if not request.checksums_add_up:
         return xxh3_checksums
     whole_shapes = {spec.name: spec.shape for spec in request.tensors}
-    return SumsInPlace(places, slices, whole_shapes).checksums_of_slices
+    return SumsInPlace(places, slices, whole_shapes).slice_checksums
 
 
 def _compute_derived(model: torch.nn.Module) -> None:
@@ -395,7 +398,7 @@ def _check_alias(
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
             raise _not_aliased(f"{name} is not in memory in one piece")
-        blocks = _blocks_of(name, parameter)
+        blocks = _parameter_blocks(name, parameter)
         tensors = [tensor for _, parts in blocks for tensor in parts]
         rows = sum(
             places[tensor].shape[0] for tensor in tensors if places[tensor].dim()
@@ -423,7 +426,7 @@ def _aliases(
     passed."""
     views: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        first_tensor = _blocks_of(name, parameter)[0][1][0]
+        first_tensor = _parameter_blocks(name, parameter)[0][1][0]
         if slot[first_tensor].device != parameter.device:
             device = slot[first_tensor].device
             raise _not_aliased(

@@ -26,7 +26,7 @@ from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),
@@ -38,7 +38,7 @@ LENGTHS = LengthWeightsConfig(exponent=2.0, lr=0.5, scale=0.3)
 BONUS = EntropyConfig(coefficient=0.01)
 LEARNED = AlgorithmConfig(
     length_weights=LENGTHS,
-    num_minibatches=2,
+    num_mini_batches=2,
     entropy=BONUS,
 )
 
@@ -113,13 +113,13 @@ class ExactLengths(Reference):
             clipped_N = torch.clip(
                 ratio_N, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
             )
-            surrogate_N = torch.min(ratio_N * advantage_N, clipped_N * advantage_N)
-            dual_N = torch.max(surrogate_N, algorithm.dual_clip * advantage_N)
-            surrogate_N = torch.where(advantage_N < 0, dual_N, surrogate_N)
+            policy_loss_N = torch.min(ratio_N * advantage_N, clipped_N * advantage_N)
+            dual_N = torch.max(policy_loss_N, algorithm.dual_clip * advantage_N)
+            policy_loss_N = torch.where(advantage_N < 0, dual_N, policy_loss_N)
             correction_N = torch.clip(
                 torch.exp(old_N - rollout_N), max=algorithm.correction_cap
             )
-            losses_N = -correction_N * surrogate_N - BONUS.coefficient * entropy_N
+            losses_N = -correction_N * policy_loss_N - BONUS.coefficient * entropy_N
             loss = loss + weights[sample.rollout_id] * losses_N.sum() / tokens
         gradients = self.gradients_of(loss)
         assert power.grad is not None

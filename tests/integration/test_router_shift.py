@@ -31,7 +31,7 @@ CHOSEN = 2
 DENSE_LAYERS = (0, 2)
 FLOOR = 0.8
 RSPO = AlgorithmConfig(
-    eps_clip_low=0.5, eps_clip_high=0.5, num_minibatches=2, router_shift_floor=FLOOR
+    eps_clip_low=0.5, eps_clip_high=0.5, num_mini_batches=2, router_shift_floor=FLOOR
 )
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -152,7 +152,7 @@ def settings(
         {
             "train_dtype": "float32",
             "lr": lr,
-            "max_tokens_per_microbatch": 25,
+            "max_tokens_per_micro_batch": 25,
             "routing_replay": replay,
             "share_prefixes": share_prefixes,
             "clip_grad": None,

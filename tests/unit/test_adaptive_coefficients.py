@@ -8,7 +8,7 @@ from invrl.algorithms.adaptive import (
     Coefficients,
     adapted_entropy_coef,
     adapted_kl_coef,
-    entropy_coef_of_band,
+    band_entropy_coef,
 )
 from invrl.algorithms.config import (
     AlgorithmConfig,
@@ -133,9 +133,7 @@ def test_both_coefficients_are_adapted_together() -> None:
 def test_entropy_coefficient_returns_to_0_between_its_two_bounds(
     coef: float, entropy: float, expected: float
 ) -> None:
-    assert entropy_coef_of_band(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(
-        expected
-    )
+    assert band_entropy_coef(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(expected)
 
 
 def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:

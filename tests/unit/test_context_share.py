@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packed_rows import LAYOUTS, rows, shares_of, sights, visible
 
 from invrl.train.batches import packing
-from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, Row
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers.sliding_window import windowed
 
@@ -24,7 +24,11 @@ from invrl.train.layers.sliding_window import windowed
 )
 @settings(max_examples=60, deadline=None)
 def test_queries_of_context_ranks_see_the_keys_of_one_rank(
-    layout: str, data: list[Row], ranks: int, multiple: int, window: int | None
+    layout: str,
+    data: list[TokenSequence],
+    ranks: int,
+    multiple: int,
+    window: int | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "DENSE_TREE_TOKENS", LAYOUTS[layout])
@@ -61,7 +65,9 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
     ranks=st.integers(1, 4),
     multiple=st.integers(1, 5),
 )
-def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) -> None:
+def test_padding_is_a_separate_tree(
+    data: list[TokenSequence], ranks: int, multiple: int
+) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     num_tokens = len(micro_batch.tokens_P)
     padded = shares_of(micro_batch, ranks, multiple)[0].micro_batch
@@ -72,13 +78,13 @@ def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) 
         assert (seen_places == expected).all()
     for places in attended[num_tokens:]:
         assert places.min() >= num_tokens
-    assert padded.rows is micro_batch.rows
+    assert padded.sequences is micro_batch.sequences
     assert padded.project_U is micro_batch.project_U
 
 
 @given(data=rows(), ranks=st.integers(1, 4))
 def test_every_wanted_token_is_predicted_on_one_rank(
-    data: list[Row], ranks: int
+    data: list[TokenSequence], ranks: int
 ) -> None:
     """From the token before it, at its own temperature."""
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
@@ -91,15 +97,15 @@ def test_every_wanted_token_is_predicted_on_one_rank(
         assert (own.targets_N == micro_batch.targets_N[is_own_N]).all()
         assert (own.project_U[own.projection_N] == places_N[is_own_N]).all()
         assert (own.temperature_U[own.projection_N] == temperatures_N[is_own_N]).all()
-        assert (share.places_Q[share.indices_of(own.project_U)] == own.project_U).all()
-        assert sum(len(wanted_N) for _, wanted_N in own.rows) == is_own_N.sum()
+        assert (share.places_Q[share.own_indices(own.project_U)] == own.project_U).all()
+        assert sum(len(wanted_N) for _, wanted_N in own.sequences) == is_own_N.sum()
     assert (owners_N == 1).all()
 
 
 def test_a_grammar_stays_with_its_row_of_logits() -> None:
     """Every second token is under a mask of its own."""
     masks = tuple(bytes([number]) if number % 2 else None for number in range(1, 9))
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.arange(9, dtype=np.int32),
         wanted_N=np.arange(1, 9),
         temperature=1.0,
@@ -121,7 +127,7 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
 def test_a_long_row_is_divided_evenly(ranks: int) -> None:
     """Tokens to within one of each piece, and keys seen to within a percent."""
     length = 2001
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.arange(length, dtype=np.int32),
         wanted_N=np.array([length - 1]),
         temperature=1.0,

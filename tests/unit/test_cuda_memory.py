@@ -33,7 +33,7 @@ from invrl.weights import arena, cuda_memory
 from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.config import ArenaWeights
 from invrl.weights.cuda_memory import CudaHandle
-from invrl.weights.multilinear import checksum_of_whole
+from invrl.weights.multilinear import whole_checksum
 from invrl.weights.transaction import load_verified
 
 GPU = torch.device("cuda", 0)
@@ -213,7 +213,7 @@ async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
         for spec in LAYOUT:
             new = torch.full(spec.shape, float(version))
             assert torch.equal(engine.parameters[spec.name], new)
-            assert staged.checksums[spec.name] == checksum_of_whole(new)
+            assert staged.checksums[spec.name] == whole_checksum(new)
     assert engine.loads == [True, False, True, False]
     handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
     assert handle.cuda is not None

@@ -14,7 +14,7 @@ import torch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
-from invrl.algorithms.objectives import check_outputs, objective_of
+from invrl.algorithms.objectives import check_outputs, load_objective
 from invrl.algorithms.value_loss import value_loss
 from invrl.train.model.nonfinite_steps import nonfinite
 from invrl.types.metrics import Max, Mean, Sum
@@ -41,7 +41,7 @@ def without_numbers(value: Any) -> Any:
 
 def inputs_without_numbers() -> LossInputs:
     inputs = example_inputs()
-    rows = inputs.rows
+    rows = inputs.samples
     members = {
         field.name: without_numbers(getattr(inputs, field.name))
         for field in fields(inputs)
@@ -60,7 +60,7 @@ def inputs_without_numbers() -> LossInputs:
 def test_computing_an_objective_does_not_wait_for_the_gpu(
     settings: dict[str, Any],
 ) -> None:
-    outputs = objective_of(AlgorithmConfig.model_validate(settings))(
+    outputs = load_objective(AlgorithmConfig.model_validate(settings))(
         inputs_without_numbers()
     )
     check_outputs("rl", outputs)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_rows import row_of_turns
+from training_samples_example import row_of_turns
 
 from invrl.algorithms.length_weights import (
     LENGTH_SLOPE,
     LENGTH_WEIGHT,
+    group_weights,
     largest_scale,
     length_numbers,
-    weights_of_group,
 )
 from invrl.types.batches import TrainedCounts, TrainSample
 
@@ -25,7 +25,7 @@ exponents = st.floats(-6, 6)
 
 
 def of_lengths(values: list[int], exponent: float, scale: float = 1 / 9) -> list[float]:
-    weights_G, _ = weights_of_group(np.array(values, np.float64), exponent, scale)
+    weights_G, _ = group_weights(np.array(values, np.float64), exponent, scale)
     return weights_G.tolist()
 
 
@@ -55,9 +55,7 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
 def test_length_weights_and_their_slopes_equal_the_formula(
     values: list[int], exponent: float, scale: float
 ) -> None:
-    weights_G, slopes_G = weights_of_group(
-        np.array(values, np.float64), exponent, scale
-    )
+    weights_G, slopes_G = group_weights(np.array(values, np.float64), exponent, scale)
     assert weights_G.tolist() == pytest.approx(
         by_loops(values, exponent, scale), rel=1e-11
     )
@@ -124,7 +122,7 @@ def test_length_weights_are_finite_for_any_lambda_and_lengths(
 ) -> None:
     """Also where 1 + r z is below 0."""
     values = np.array([1.0] + [10_000.0] * 20)
-    weights_G, slopes_G = weights_of_group(values, exponent, scale)
+    weights_G, slopes_G = group_weights(values, exponent, scale)
     assert np.isfinite(weights_G).all()
     assert np.isfinite(slopes_G).all()
     assert weights_G.mean() == pytest.approx(1.0)

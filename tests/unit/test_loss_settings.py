@@ -13,9 +13,9 @@ from checks_by_name import run_check
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.example import example_inputs
 from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.policy_losses import POLICY_LOSSES
 from invrl.algorithms.presets import PRESETS
-from invrl.algorithms.surrogates import SURROGATES
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
 from invrl.run.settings.config import Config, resolve
@@ -193,7 +193,7 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--dual-clip 0.5", "dual_clip", "greater than 1", "bound of the ratio"),
         (
-            "--routing-replay trainer --num-minibatches 2 --old-logprobs interpolated",
+            "--routing-replay trainer --num-mini-batches 2 --old-logprobs interpolated",
             "routing_replay",
             "no pass",
             "recompute",
@@ -243,7 +243,7 @@ def test_compatible_loss_axes_are_accepted(flags: str) -> None:
         ),
         (["--old-logprobs", "interpolated"], []),
         (["--length-weights", "--policy-loss", "sapo"], ["the length"]),
-        (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
+        (["--algorithm-preset", "lambda_grpo", "--num-mini-batches", "2"], []),
     ],
 )
 def test_loss_settings_without_effect_are_listed(
@@ -276,7 +276,7 @@ def test_settings_that_correct_for_old_tokens_pass_the_check(flags: str) -> None
     ],
 )
 def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
-    with pytest.raises(Doubt, match=reason):
+    with pytest.raises(CheckWarning, match=reason):
         run_check("off-policy correction", from_flags(*flags.split()))
 
 
@@ -284,7 +284,7 @@ def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
 def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
-    assert algorithm.policy_loss in SURROGATES
+    assert algorithm.policy_loss in POLICY_LOSSES
     inputs = example_inputs(with_router_shift=algorithm.router_shift_floor is not None)
     staleness_N = torch.ones_like(inputs.advantages_N)
     policy_loss(
@@ -303,7 +303,7 @@ def good(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
 
 def with_inputs(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
     assert inputs.rollout_N.shape == ratio_N.shape
-    return -ratio_N * advantages_N * inputs.rows.spread(inputs.rows.tokens_R)
+    return -ratio_N * advantages_N * inputs.samples.spread(inputs.samples.tokens_R)
 
 def of_own_column(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
     return -ratio_N * inputs.columns["mine"]

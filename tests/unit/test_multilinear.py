@@ -10,9 +10,9 @@ import torch
 
 from invrl.errors import LayoutError
 from invrl.weights.multilinear import (
-    checksum_of_slice,
-    checksum_of_whole,
-    checksums_of_ranks,
+    rank_checksums,
+    slice_checksum,
+    whole_checksum,
 )
 from invrl.weights.tensor_slice import TensorSlice
 
@@ -38,9 +38,9 @@ def cut(
 
 def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -> str:
     by_rank = [
-        {"x": checksum_of_slice(part, place, tensor.shape)} for part, place in parts
+        {"x": slice_checksum(part, place, tensor.shape)} for part, place in parts
     ]
-    return checksums_of_ranks(by_rank)["x"]
+    return rank_checksums(by_rank)["x"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -58,14 +58,14 @@ def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
-    whole = checksum_of_whole(tensor)
+    whole = whole_checksum(tensor)
     for dimension in range(min(2, len(shape) - (shape[-1] == 3))):
         for count in (1, 2, 4):
             parts = cut(tensor, dimension, count)
             assert added(tensor, parts) == whole
             copies = [(part.clone(), place) for part, place in parts]
             assert added(tensor, copies) == whole
-    assert checksum_of_whole(tensor.clone()) == whole
+    assert whole_checksum(tensor.clone()) == whole
 
 
 def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
@@ -81,48 +81,48 @@ def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
         for row, line in enumerate(words.tolist())
         for column, word in enumerate(line)
     )
-    assert checksum_of_whole(MATRIX) == f"{total % 2**64:016x}"
+    assert whole_checksum(MATRIX) == f"{total % 2**64:016x}"
 
 
 def test_every_damage_changes_the_checksum() -> None:
-    seen = {checksum_of_whole(MATRIX)}
+    seen = {whole_checksum(MATRIX)}
     for row, column, bit in itertools.product((0, 11, 23), (0, 1, 47), (0, 31)):
         damaged = MATRIX.clone()
         damaged.view(torch.int32)[row, column] ^= 1 << bit if bit < 31 else -(1 << 31)
-        seen.add(checksum_of_whole(damaged))
+        seen.add(whole_checksum(damaged))
     for moved in (
         MATRIX.roll(1, 0),
         MATRIX.roll(1, 1),
         MATRIX.flip(0),
         MATRIX.roll(24, 1),
     ):
-        seen.add(checksum_of_whole(moved.contiguous()))
+        seen.add(whole_checksum(moved.contiguous()))
     for signs in ((0, 1), (1, 3), (1, 2, 3, 5)):
         damaged = MATRIX.clone()
         damaged[7, list(signs)] *= -1
-        seen.add(checksum_of_whole(damaged))
-    seen.add(checksum_of_whole(-MATRIX))
+        seen.add(whole_checksum(damaged))
+    seen.add(whole_checksum(-MATRIX))
     half = MATRIX.to(torch.bfloat16)
-    assert checksum_of_whole(half) != checksum_of_whole(-half)
-    seen.add(checksum_of_whole((~MATRIX.view(torch.int32)).view(torch.float32)))
+    assert whole_checksum(half) != whole_checksum(-half)
+    seen.add(whole_checksum((~MATRIX.view(torch.int32)).view(torch.float32)))
     assert len(seen) == 1 + 18 + 4 + 5
 
 
 def test_wrong_slice_in_one_rank_is_named() -> None:
-    whole = checksum_of_whole(MATRIX)
+    whole = whole_checksum(MATRIX)
     (first, first_place), (second, second_place) = cut(MATRIX, 0, 2)
-    right = [{"x": checksum_of_slice(first, first_place, MATRIX.shape)}]
+    right = [{"x": slice_checksum(first, first_place, MATRIX.shape)}]
     # rank 1 holds the slice of rank 0
-    wrong = checksum_of_slice(first, second_place, MATRIX.shape)
-    assert checksums_of_ranks([*right, {"x": wrong}])["x"] != whole
-    right.append({"x": checksum_of_slice(second, second_place, MATRIX.shape)})
-    assert checksums_of_ranks(right) == {"x": whole}
+    wrong = slice_checksum(first, second_place, MATRIX.shape)
+    assert rank_checksums([*right, {"x": wrong}])["x"] != whole
+    right.append({"x": slice_checksum(second, second_place, MATRIX.shape)})
+    assert rank_checksums(right) == {"x": whole}
     for by_rank, reason in (
         ([right[0], right[0]], "the ranks hold the slices 0/2 only"),
         ([right[0], {}], "rank 1 has no checksum"),
         ([*right, {"x": wrong}], "rank 2 holds another slice 1/2"),
     ):
-        assert reason in checksums_of_ranks(by_rank)["x"]
+        assert reason in rank_checksums(by_rank)["x"]
 
 
 def test_slice_that_cuts_a_64_bit_word_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from invrl.algorithms.advantages import ADVANTAGES, advantage_function
-from invrl.algorithms.surrogates import SURROGATES, surrogate_function
+from invrl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_function
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
@@ -113,7 +113,7 @@ def test_every_import_path_setting_accepts_a_file_path(here: Path) -> None:
     )
     assert group_filter_function(f"{file}:keep", "depth")(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function(f"{file}:advantage"))
-    assert callable(surrogate_function(f"{file}:loss"))
+    assert callable(policy_loss_function(f"{file}:loss"))
     (here / "my_package" / "held_out.py").write_text(
         "from invrl.types import Task\n\n"
         "def hard(split, seed): yield Task(id='t', payload={}, label='x', split=split)\n"
@@ -147,12 +147,12 @@ def test_plugins_of_every_other_kind_load(here: Path) -> None:
     )
     assert load_plugin("my_agent:keep", "group_filter", GroupFilter)(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function("my_agent:advantage"))
-    assert callable(surrogate_function("my_agent:loss"))
+    assert callable(policy_loss_function("my_agent:loss"))
 
 
 def test_built_in_names_take_precedence() -> None:
     assert advantage_function("dr_grpo") is ADVANTAGES["dr_grpo"]
-    assert surrogate_function("clip") is SURROGATES["clip"]
+    assert policy_loss_function("clip") is POLICY_LOSSES["clip"]
 
 
 @pytest.mark.parametrize(

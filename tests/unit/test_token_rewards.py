@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from handmade_rollouts import rollout, summary, turn
 
+from invrl.algorithms.advantage_rules import AdvantageRules
 from invrl.algorithms.advantages import dr_grpo
-from invrl.algorithms.credit import CreditRules
 from invrl.buffer.config import RewardUse
 from invrl.buffer.token_rewards import token_rewards
 from invrl.buffer.training_samples import build_batch
@@ -28,7 +28,7 @@ def rewards_of(
     """The column "rewards" of each row."""
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
-    rules = CreditRules(token_level=True)
+    rules = AdvantageRules(token_level=True)
     rollouts = [rollout(*paths, of=of)]
     batch = build_batch(taken, rollouts, dr_grpo, 1e-4, use=use, rules=rules)
     columns = [sample.columns["rewards"] for sample in batch.samples]
@@ -125,6 +125,6 @@ def test_missing_reward_column_is_refused() -> None:
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     rollouts = [rollout([turn("a", None, [1], [2])], of=of)]
-    rules = CreditRules(token_level=True, reward_columns=("progress",))
+    rules = AdvantageRules(token_level=True, reward_columns=("progress",))
     with pytest.raises(ConfigError, match="reward_columns = 'progress'"):
         build_batch(taken, rollouts, dr_grpo, 1e-4, rules=rules)

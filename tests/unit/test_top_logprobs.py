@@ -15,7 +15,7 @@ import pytest
 from fakes import fake_logprob
 from running_gateway import ASK, Running, running
 
-from invrl.engines.sglang_answers import decode_event
+from invrl.engines.sglang_responses import decode_event
 from invrl.errors import ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.sessions import Session

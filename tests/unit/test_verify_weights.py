@@ -21,7 +21,7 @@ from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.canary import CanaryBound
-from invrl.weights.newcomers import Newcomers
+from invrl.weights.joining_engines import JoiningEngines
 from invrl.weights.transaction import Committed, WeightTransaction
 from invrl.weights.verification import ReadBack, Verification, compare
 
@@ -115,8 +115,8 @@ def updater_of(fleet: Fleet) -> WeightUpdater:
     return WeightUpdater(transaction, fleet)  # type: ignore[arg-type]
 
 
-def newcomers(updater: WeightUpdater) -> Newcomers:
-    return updater._transaction._newcomers
+def joining_engines(updater: WeightUpdater) -> JoiningEngines:
+    return updater._transaction._joining_engines
 
 
 def test_equal_weights_exit_with_0(
@@ -190,7 +190,7 @@ def test_verification_waits_for_an_update_and_reports_one_that_does_not_end(
     updater = updater_of(Fleet(e0=Receiver(read_back(a="1", b="2"))))
 
     async def verify_during_update(wait_s: float) -> Verification:
-        with newcomers(updater).closed():
+        with joining_engines(updater).closed():
             refused = await updater.verify(0.0)
             assert "has been in progress for 0 s" in refused.error
             waiting = asyncio.create_task(updater.verify(wait_s))
@@ -202,7 +202,7 @@ def test_verification_waits_for_an_update_and_reports_one_that_does_not_end(
     busy = updater_of(Fleet())
 
     async def refuse(wait_s: float) -> Verification:
-        with newcomers(busy).closed():
+        with joining_engines(busy).closed():
             return await busy.verify(wait_s)
 
     assert ask(folder, refuse, "--wait=0") == 1
@@ -214,7 +214,7 @@ async def test_update_waits_for_a_verification_only_until_its_deadline() -> None
     updater = updater_of(Fleet(e0=hanging))
     verifying = asyncio.create_task(updater.verify(0.0))
     await asyncio.sleep(0)
-    update = asyncio.create_task(newcomers(updater).until_none_holds_updates())
+    update = asyncio.create_task(joining_engines(updater).wait_for_joins())
     await asyncio.sleep(0)
     assert not update.done()
     await update

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from invrl.observe.metrics.collapse import COLLAPSE_METRICS, collapse
 from invrl.observe.metrics.metrics_table import MetricsTable
-from invrl.observe.status.outcome import outcome_line, telling_metrics
+from invrl.observe.status.outcome import outcome_line, outcome_metrics
 from invrl.store.run_folder import RunFolder
 
 State = Literal["running", "ended", "failed", "interrupted"]
@@ -104,7 +104,7 @@ class RunFiles:
             step=self.metrics.last_step,
             num_steps=self.num_steps(),
             report=self.folder.report_path,
-            series=self.metrics.series(telling_metrics(self.metrics.names())),
+            series=self.metrics.series(outcome_metrics(self.metrics.names())),
             log_end=self.log_end() if state == "failed" else "",
         )
 

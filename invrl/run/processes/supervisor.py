@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from invrl.engines.engine_server import ENGINE_MODULE, count_gpus
+from invrl.host.awake_time import Stopwatch
 from invrl.host.descendants import (
     adopt_orphans,
     collect_ended_children,
@@ -33,7 +34,6 @@ from invrl.host.disk import full_disk
 from invrl.host.environment_keys import held_keys
 from invrl.host.fork_parent import EarlyParent
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
-from invrl.host.lived_time import Stopwatch
 from invrl.host.ray_setup import remove_ray_folder
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.traces import traces_endpoint

@@ -10,7 +10,10 @@ from typing import Any
 from invrl.weights.config import WeightsConfig
 
 FORMER_NAMES: dict[str, str] = {
-    "steps_per_batch": "num_minibatches",
+    "steps_per_batch": "num_mini_batches",
+    "num_minibatches": "num_mini_batches",
+    "max_tokens_per_microbatch": "max_tokens_per_micro_batch",
+    "max_row_tokens": "max_sample_tokens",
     "weight_carrier": "weights.transport",
     "kl_coef": "kl.coefficient",
     "kl_estimator": "kl.estimator",

@@ -5,16 +5,16 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from invrl.run.settings.foreign_names import (
+from invrl.run.settings.former_settings import FORMER_NAMES
+from invrl.run.settings.other_trainers import (
     ANSWERS,
-    FOREIGN_NAMES,
     ON_FILES,
     ON_ROLLOUTS,
+    OTHER_TRAINERS,
 )
-from invrl.run.settings.former_settings import FORMER_NAMES
 
 _OURS = {
-    foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
+    foreign: ours for ours, names in OTHER_TRAINERS.items() for foreign in names.split()
 }
 _SHORTEST_WORD = 5
 """Letters of a word that counts: "max", "num" and "path" are part of too many names."""

@@ -21,8 +21,8 @@ from invrl.errors import (
 from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
+from invrl.host.awake_time import awake_wait
 from invrl.host.disk import is_full
-from invrl.host.lived_time import lived_wait
 from invrl.host.ray_memory import killed_for_memory
 
 Answer = TypeVar("Answer")
@@ -74,7 +74,7 @@ class RankCalls:
         call ends nevertheless, raise DiskFullError and keep the ranks."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
-            done, pending = await lived_wait(
+            done, pending = await awake_wait(
                 tasks.values(), timeout_s, return_when=asyncio.FIRST_EXCEPTION
             )
             if pending and any(_may_follow(task.exception()) for task in done):

@@ -32,7 +32,7 @@ from invrl.weights.delta_folder import (
     compress,
     raw_bytes,
 )
-from invrl.weights.tensor_spec import checksum, spec_of
+from invrl.weights.tensor_spec import checksum, make_spec
 from invrl.weights.weight_folder import WEIGHTS_NAME
 
 _PREFIX = "version-"
@@ -136,9 +136,9 @@ class DeltaFolders:
         frames: dict[str, Frame] = {}
         with (folder / DELTA_NAME).open("wb") as file:
             for spec, (name, tensor) in zip(self._layout, tensors, strict=True):
-                if spec_of(name, tensor) != spec:
+                if make_spec(name, tensor) != spec:
                     raise TrainError(
-                        f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                        f"{make_spec(name, tensor)} is written where the layout has {spec}"
                     )
                 new_bytes = raw_bytes(tensor)
                 checksums[name] = checksum(tensor)

@@ -1,0 +1,133 @@
+"""JSON of SGLang's `/generate` responses: the fields that we read. Decoding checks
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from invrl.engines.http_connection import HttpConnection
+from invrl.engines.version_spans import EngineSpan
+from invrl.errors import ServerError, WrongReplyError
+from invrl.types.turns import FinishReason
+
+TokenLogprob = tuple[float, int, str | None]
+"""Log-prob, token id, and text, which we do not request."""
+TopLogprob = tuple[float | None, int, str | None]
+"""`TokenLogprob` in which None stands for minus infinity, which JSON lacks."""
+
+
+class Finish(msgspec.Struct):
+    type: FinishReason
+    matched: int | str | list[int] | None = None
+    message: str = ""
+
+
+class MetaInfo(msgspec.Struct):
+    """Part of SGLang's `meta_info` that we read."""
+
+    id: str
+    prompt_tokens: int
+    weight_version: str
+    completion_tokens: int = 0
+    """Tokens of the whole reply so far."""
+    cached_tokens: int = 0
+    output_token_logprobs: list[TokenLogprob] = []
+    output_top_logprobs: list[list[TopLogprob] | None] | None = None
+    finish_reason: Finish | None = None
+    weight_versions: list[EngineSpan] | None = None
+    routed_experts: str | None = None
+    """Present only at the end of a reply."""
+
+
+class GenerateEvent(msgspec.Struct):
+    """One event of a stream (the tokens since the previous event), or a whole reply."""
+
+    meta_info: MetaInfo | None = None
+    output_ids: list[int] = []
+    error: msgspec.Raw | None = None
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of a scheduler, or of several of one engine together."""
+
+    running: int = msgspec.field(name="num_running_reqs", default=0)
+    waiting: int = msgspec.field(name="num_waiting_reqs", default=0)
+    kv_use: float = msgspec.field(name="token_usage", default=0.0)
+    """Used share of the KV cache."""
+    cache_hit_rate: float = 0.0
+    """Hit rate of the last prompts. 0 also if SGLang's own metrics are off, as is the
+    next field."""
+    tokens_per_s: float = msgspec.field(name="gen_throughput", default=0.0)
+
+
+class _Loads(msgspec.Struct):
+    loads: list[EngineLoad]
+
+
+def decode_load(data: bytes) -> EngineLoad:
+    """Decode a load. Raises ServerError for a response of another form."""
+    try:
+        loads = msgspec.json.decode(data, type=_Loads).loads
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ServerError(
+            f"the engine's load cannot be read: {error}: {data[:200]!r}"
+        ) from None
+    if len(loads) == 1:
+        return loads[0]
+    number = max(1, len(loads))
+    return EngineLoad(
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_use=sum(load.kv_use for load in loads) / number,
+        cache_hit_rate=sum(load.cache_hit_rate for load in loads) / number,
+        tokens_per_s=sum(load.tokens_per_s for load in loads),
+    )
+
+
+_DECODER = msgspec.json.Decoder(GenerateEvent)
+_DATA = b"data: "
+_DONE = b"data: [DONE]"
+
+
+def decode_event(data: bytes) -> GenerateEvent:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WrongReplyError(f"it cannot be read: {error}: {data[:200]!r}") from None
+
+
+class _PromptMeta(msgspec.Struct):
+    input_token_logprobs: list[TopLogprob]
+
+
+class _PromptAnswer(msgspec.Struct):
+    meta_info: _PromptMeta
+
+
+def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
+    """Return the log-prob of each token [T] of each prompt; None for the first."""
+    try:
+        answers = msgspec.json.decode(data, type=list[_PromptAnswer])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WrongReplyError(f"it cannot be read: {error}: {data[:200]!r}") from None
+    return [answer.meta_info.input_token_logprobs for answer in answers]
+
+
+async def read_events(response: HttpConnection) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a streamed response, for `decode_event`, without
+    the final `[DONE]`. One read may bring hundreds; other tasks get their turn in
+    between."""
+    pending = b""
+    async for data in response.pieces():
+        pending += data
+        *lines, pending = pending.split(b"\n")
+        is_first = True
+        for line in lines:
+            if line.startswith(_DATA) and not line.startswith(_DONE):
+                if not is_first:
+                    await asyncio.sleep(0)
+                is_first = False
+                yield line[len(_DATA) :]

@@ -1,0 +1,188 @@
+"""The names that well-known trainers give to the purposes of our settings. Pure data.
+
+Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, prime-rl, AReaL and
+Lightning.
+"""
+
+OTHER_TRAINERS: dict[str, str] = {
+    "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
+    "task_file": (
+        "dataset datasets dataset_name dataset_path data data_file train_data train_file"
+        " train_files prompt_data prompts tasks"
+    ),
+    "eval.task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
+    "eval.sets": "eval_datasets eval_prompt_data",
+    "rollout_function_path": (
+        "agent agent_path env environment rollout rollout_fn rollout_function workflow"
+        " custom_generate_function_path"
+    ),
+    "reward_function_path": (
+        "reward reward_fn reward_func reward_funcs reward_function reward_path custom_rm_path"
+    ),
+    "lr": "learning_rate actor_lr actor_learning_rate actor_optim_lr step_size",
+    "critic.lr": "value_lr lr_critic critic_learning_rate vf_lr critic_optim_lr",
+    "critic.data_parallel_size": "critic_num_gpus critic_num_gpus_per_node critic_ranks critic_dp_size",
+    "critic.warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
+    "critic.model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
+    "critic.value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
+    "critic.gae_lambda": "lam lambd lambda gae_lam",
+    "discount": "gamma",
+    "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
+    "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler learning_rate_scheduler",
+    "clip_grad": "max_grad_norm grad_clip gradient_clipping grad_norm_clip",
+    "rollout_batch_size": (
+        "batch_size train_batch_size global_batch_size per_device_train_batch_size prompts_per_step"
+        " groups_per_batch"
+    ),
+    "n_samples_per_prompt": (
+        "n rollout_n num_generations num_samples n_samples group_size num_return_sequences samples_per_prompt"
+        " rollouts_per_example"
+    ),
+    "num_mini_batches": (
+        "mini_batch_size ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs updates_per_batch"
+    ),
+    "max_tokens_per_micro_batch": (
+        "micro_batch_size per_device_batch_size gradient_accumulation_steps max_tokens_per_gpu"
+        " micro_train_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu"
+    ),
+    "max_sample_tokens": (
+        "max_seq_length_train max_row_length train_max_length max_sequence_length cutoff_len"
+        " max_prompt_length max_prompt_len rollout_max_prompt_len prompt_length"
+    ),
+    "num_steps": (
+        "max_steps steps total_steps train_steps total_training_steps num_rollout iterations num_episodes"
+    ),
+    "data.epochs": (
+        "epochs epoch n_epochs num_epochs num_train_epochs total_epochs max_epochs sft_epochs"
+    ),
+    "dpo.beta": "dpo_beta",
+    "max_new_tokens": (
+        "max_tokens max_completion_length max_completion_tokens max_response_length max_response_len"
+        " max_output_tokens max_length generate_max_len response_length rollout_max_response_len"
+        " eval_max_response_len"
+    ),
+    "engine.max_total_tokens": "context_length max_context_length max_model_len max_seq_len max_seq_length",
+    "kl.estimator": "kl_loss_type kl_type",
+    "group_filter": "dynamic_sampling dynamic_sampling_filter_path filter_groups",
+    "over_sampling_groups": "over_sampling_batch_size gen_batch_size",
+    "task_label_key": "label_key answer_key target_key reference_key solution_key label_column",
+    "task_id_key": "id_key index_key",
+    "eval.samples_per_task": "n_samples_per_eval_prompt eval_n_samples eval_num_samples val_kwargs_n",
+    "colocate": "colocate_all colocate_all_models colocated colocate_mode share_gpus",
+    "temperature": "temp sampling_temperature rollout_temperature",
+    "algorithm_preset": "algorithm algo preset trainer",
+    "advantage": "advantage_estimator adv_estimator norm_adv_by_std norm_adv_by_std_in_grpo scale_rewards",
+    "policy_loss": "loss loss_fn loss_type loss_function",
+    "aggregation": "loss_agg_mode loss_aggregation",
+    "kl.coefficient": "beta grpo_beta kl_beta kl_coeff kl_loss kl_loss_coef use_kl_loss init_kl_coef kl_weight",
+    "eps_clip_low": "epsilon clip_range cliprange clip_eps clip_ratio eps_clip epsilon_low",
+    "eps_clip_high": "epsilon_high clip_ratio_high clip_higher",
+    "max_staleness": "off_policy off_policy_steps max_off_policy_steps async_level staleness",
+    "num_engines": "num_gpus n_gpus gpus num_replicas replicas rollout_num_gpus rollout_num_engines",
+    "engine.tp_size": (
+        "tensor_parallel_size vllm_tensor_parallel_size rollout_tensor_model_parallel_size"
+        " rollout_num_gpus_per_engine rollout_tp inference_tp"
+    ),
+    "data_parallel_size": (
+        "world_size dp_size nproc_per_node num_processes actor_num_gpus actor_num_gpus_per_node"
+        " n_gpus_per_node num_gpus_per_node gpus_per_node"
+    ),
+    "tensor_model_parallel_size": "tp tp_size train_tp",
+    "context_parallel_size": "cp cp_size sequence_parallel_size ulysses_sequence_parallel_size",
+    "expert_model_parallel_size": "ep ep_size train_ep expert_parallel_size",
+    "pipeline_model_parallel_size": "pp pp_size train_pp",
+    "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
+    "router_shift_floor": "router_shift router_shift_gamma_min gamma_min rspo_gamma_min",
+    "reference_model_path": "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path",
+    "teacher.model_path": "teacher_model teacher_model_name teacher_model_name_or_path teacher_path",
+    "teacher.url": "teacher_server teacher_model_server_url teacher_base_url teacher_address",
+    "reference_placement": "ref_offload ref_param_offload offload_ref ref_cpu_offload",
+    "train_dtype": "dtype bf16 fp16 precision mixed_precision",
+    "run_name": "name exp_name experiment experiment_name run_id",
+    "run_root": (
+        "output output_dir out_dir save save_dir save_path log_dir logdir default_root_dir ckpt_dir"
+        " checkpoint_dir"
+    ),
+    "save_interval": "save_steps save_freq save_every save_strategy checkpoint_interval ckpt_interval",
+    "checkpoints.keep": "save_total_limit max_ckpt_num max_checkpoints",
+    "max_shard_gb": "max_shard_size shard_size",
+    "checkpoints.keep_best": "load_best_model_at_end save_best save_top_k",
+    "checkpoints.keep_best_by": "metric_for_best_model best_metric monitor",
+    "eval.interval": "eval_steps eval_freq eval_every eval_strategy test_freq val_interval",
+    "eval.tasks": "eval_size num_eval eval_batch_size num_eval_examples",
+    "rollout_concurrency": "concurrency max_concurrency max_concurrent num_workers parallelism",
+    "rollout_timeout_s": "timeout rollout_timeout",
+    "gateway.port": "port",
+    "gateway.host": "host address",
+    "wandb.project": "report_to use_wandb wandb_name project project_name",
+    "metrics.mlflow_tracking_uri": "mlflow tracking_uri",
+    "chat_template_path": "chat_template template",
+    "seed": "random_seed rng_seed",
+    "max_restarts": "retries max_retries auto_resume",
+}
+"""Names of other trainers for a setting, or for one with that purpose, by setting of
+ours."""
+ON_FILES = {
+    "task_file": "data_path",
+    "eval.task_file": "data.eval_path",
+    "eval.sets": "data.eval_path",
+    "eval.tasks": "data.eval_fraction",
+    "rollout_batch_size": "data.batch_size",
+    "max_new_tokens": "max_sample_tokens",
+    "engine.max_total_tokens": "max_sample_tokens",
+    "kl.coefficient": "dpo.beta",
+}
+"""Settings of rollouts, and their replacement in a run that trains on a file."""
+ON_ROLLOUTS = {"data.epochs": "num_steps"}
+"""Settings of files, and their replacement in a run that trains on rollouts."""
+_ANSWERS = {
+    "`invrl resume RUN`, or the same `invrl train` command again, continues a run from its last checkpoint": (
+        "resume resume_from resume_from_checkpoint resume_mode resume_path continue_from"
+    ),
+    "give a model or checkpoint as --model-path; `invrl resume RUN` continues a run": (
+        "load load_path load_dir load_from ckpt_path"
+    ),
+    "leave it out: every step is logged, to metrics.jsonl, TensorBoard and the console": (
+        "logging_steps logging_strategy log_interval log_freq log_every log_every_n_steps"
+    ),
+    "leave it out: the whole row is task.payload, and your function reads its field; --task-label-key names "
+    "the label's": (
+        "input_key prompt_key prompt_column question_key query_key text_column dataset_text_field"
+        " input_template"
+    ),
+    "leave it out: all weights are trained, LoRA is not there yet": (
+        "lora use_lora enable_lora lora_rank lora_r lora_alpha lora_dropout lora_target_modules"
+        " target_modules peft use_peft peft_config qlora load_in_4bit load_in_8bit"
+    ),
+    "write --megatron-recompute-granularity full --megatron-recompute-method uniform "
+    "--megatron-recompute-num-layers 1": (
+        "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing recompute"
+    ),
+    "write --sglang-mem-fraction-static SHARE": (
+        "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static"
+    ),
+    "leave it out: SGLang serves the rollouts (its options are --sglang-*)": (
+        "use_vllm vllm_mode rollout_backend inference_backend"
+    ),
+    "leave it out: Megatron-core trains (its options are --megatron-*)": (
+        "deepspeed zero_stage fsdp fsdp_config accelerate train_backend"
+    ),
+    "leave it out: a run uses one machine; --data-parallel-size says how many ranks train on it": (
+        "nnodes num_nodes actor_num_nodes rollout_num_nodes"
+    ),
+    "leave it out: training samples from the whole distribution, at --temperature": (
+        "top_p top_k min_p rollout_top_p rollout_top_k"
+    ),
+    "leave it out: your function sends the messages, the system prompt too, and the gateway applies the "
+    "model's chat template": "system_prompt apply_chat_template",
+    "a reward is a number from code: return it, or give --reward-function-path module:name, which may ask a "
+    "model": (
+        "reward_model reward_model_path reward_pretrain rm_type rm_path rm_url remote_rm_url"
+    ),
+    "leave it out: `invrl export RUN --step N` writes a folder that can be uploaded": (
+        "push_to_hub hub_model_id"
+    ),
+    "leave it out: the tasks of a file are shuffled anew for each pass": "rollout_shuffle",
+}
+"""Names for which there is no setting here, by the alternative."""
+ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
