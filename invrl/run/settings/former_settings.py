@@ -283,12 +283,14 @@ def as_written_now(
 
 
 def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
-    """Moves settings to the tables that they have now."""
+    """Moves settings to the tables and names that they have now."""
     for section in set(tables) - _OF_OTHER_PACKAGES:
         for old in list(tables[section]):
-            table, _, key = FORMER_NAMES.get(old, "").partition(".")
-            if key:
-                tables.setdefault(table, {})[key] = tables[section].pop(old)
+            new = FORMER_NAMES.get(old)
+            if new is None:
+                continue
+            table, _, key = new.rpartition(".")
+            tables.setdefault(table or section, {})[key] = tables[section].pop(old)
     if not tables.get("late", {}).get("deadline_s"):
         tables.pop("late", None)
     if "weight_sync" in tables:  # it had the settings of all transports
