@@ -123,13 +123,13 @@ class TrainedCounts:
         tokens_of_rollout: dict[str, int] = {}
         tokens_of_group: dict[str, int] = {}
         group_of_rollout: dict[str, str] = {}
-        samples = 0
+        num_samples = 0
         solved_tokens = 0
         for sample in samples:
             num_trained = int(sample.loss_mask_T.sum())
             if num_trained == 0:
                 continue
-            samples += 1
+            num_samples += 1
             solved_tokens += (
                 num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
             )
@@ -144,7 +144,7 @@ class TrainedCounts:
             tokens_of_rollout=tokens_of_rollout,
             tokens_of_group=tokens_of_group,
             group_of_rollout=group_of_rollout,
-            samples=samples,
+            samples=num_samples,
             solved_tokens=solved_tokens,
         )
 
