@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from invrl.cli.main import exit_code_of
+from invrl.cli.main import run_with_exit_code
 from invrl.errors import ConfigError
 from invrl.families.registry import FAMILIES
 from invrl.host.network.direct_connections import THIS_MACHINE, bypass_proxies
@@ -30,7 +30,7 @@ def run_benchmark(run: Callable[[Sequence[str]], None], *, usage: str | None) ->
     if "-h" in arguments or "--help" in arguments:
         print(usage)
         return 0
-    return exit_code_of(lambda: run(arguments))
+    return run_with_exit_code(lambda: run(arguments))
 
 
 def model_folder(options: Mapping[str, str]) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.algorithms.advantages.advantages import ADVANTAGES
-from invrl.algorithms.policy_loss import surrogates
+from invrl.algorithms.policy_loss import policy_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,6 @@ def clip(
     """The built-in `clip` without a dual clip, of minus the advantages: those of a
     critic with the KL in them, or minus the reverse KL of distillation. The critic's
     own returns keep their sign."""
-    return surrogates.clip(
+    return policy_losses.clip(
         ratio_N, -advantages_N, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )

@@ -95,7 +95,7 @@ class Family:
         for process in found:
             try:
                 role = (
-                    role_of(process.cmdline())
+                    process_role(process.cmdline())
                     if process != self._supervisor
                     else "supervisor"
                 )
@@ -132,7 +132,7 @@ class Family:
 _OF_RAY = {"raylet", "gcs"}
 
 
-def role_of(command: Sequence[str]) -> str:
+def process_role(command: Sequence[str]) -> str:
     """What a process of a run is, by its command line. "ray" is all of Ray's own,
     raylet and GCS among them, and actors that have not begun."""
     line = " ".join(command)

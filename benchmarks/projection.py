@@ -25,7 +25,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.micro_batch import MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.model.logprobs import projected_logprobs
 
@@ -34,7 +34,7 @@ WAYS = ("plain", "blocks")
 
 def one_row(num_trained: int, vocabulary: int) -> MicroBatch:
     rng = np.random.default_rng(0)
-    row = Row(
+    row = TokenSequence(
         tokens_T=rng.integers(0, vocabulary, num_trained + 1).astype(np.int32),
         wanted_N=np.arange(1, num_trained + 1),
         temperature=0.7,

@@ -20,7 +20,7 @@ from statistics import median
 
 import psutil
 
-from benchmarks.live_run import role_of
+from benchmarks.live_run import process_role
 
 ROLES = ("driver", "gateway")
 INTERVALS_S = (5, 15)
@@ -31,7 +31,7 @@ def cpu_s(pid: int) -> dict[str, float]:
     seconds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            role = role_of(process.cmdline())
+            role = process_role(process.cmdline())
             times = process.cpu_times()
         except psutil.Error:
             continue

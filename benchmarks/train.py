@@ -12,7 +12,7 @@ history by 10 %.
 
 --train-dtype D                 bfloat16 (default) or float32
 --tokens N                      row tokens of a step (default: 2048)
---max-tokens-per-microbatch N   default: 1024
+--max-tokens-per-micro-batch N   default: 1024
 --repetitions N                 of each pair (default: 3)
 --cores N                       for the layouts: 2 ranks share them (default: those of this
                                 process, at most 2; 1: no layouts are measured)
@@ -41,7 +41,7 @@ _DEFAULTS = {
     "--model-path": "",
     "--train-dtype": "bfloat16",
     "--tokens": "2048",
-    "--max-tokens-per-microbatch": "1024",
+    "--max-tokens-per-micro-batch": "1024",
     "--repetitions": "3",
     "--cores": "",
     "--deadline-s": "3600",
@@ -60,7 +60,7 @@ def benchmark_training(arguments: Sequence[str]) -> None:
         "deadline_s": options["--deadline-s"],
         "train": {
             "train_dtype": options["--train-dtype"],
-            "max_tokens_per_microbatch": options["--max-tokens-per-microbatch"],
+            "max_tokens_per_micro_batch": options["--max-tokens-per-micro-batch"],
         },
     }
     settings = validated(BenchSettings, fields, name="train")
@@ -70,7 +70,7 @@ def benchmark_training(arguments: Sequence[str]) -> None:
         model=f"{Path(settings.model_path).name} {settings.train.train_dtype}",
         settings={
             "tokens": settings.num_tokens,
-            "max_tokens_per_microbatch": settings.train.max_tokens_per_microbatch,
+            "max_tokens_per_micro_batch": settings.train.max_tokens_per_micro_batch,
             "repetitions": settings.repetitions,
         },
         targets=TARGETS | (GPU_TARGETS if count_gpus() else {}),

@@ -12,7 +12,7 @@ InvrlError
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
 │   ├── NoEngineError      the router has no engine at the moment
-│   └── WrongAnswerError   an engine's reply cannot be read, or cannot be true
+│   └── WrongReplyError   an engine's reply cannot be read, or cannot be true
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
@@ -106,7 +106,7 @@ class NoEngineError(ServerError):
     """The router has no engine at the moment; nothing has been sampled."""
 
 
-class WrongAnswerError(ServerError):
+class WrongReplyError(ServerError):
     """An engine's reply cannot be read, or cannot be true; none of it is used. After a
     generation the engine is suspect."""
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from invrl.algorithms.loss_inputs import (
         LossInputs,
         LossOutputs,
-        RowWeights,
+        SampleWeights,
         TokenWeights,
     )
-    from invrl.algorithms.policy_loss.surrogates import SurrogateInputs, TokenLosses
+    from invrl.algorithms.policy_loss.policy_losses import PolicyLossInputs, TokenLosses
     from invrl.run.settings.config import Config
 
 # ----------------------------------------------------------------- what users write
@@ -255,7 +255,7 @@ class MeasuredPolicyLoss(Protocol):
     settings, and returns numbers for the metrics with the losses. The attribute `needs`
     (`algorithms.objectives.Needs`) says what it reads besides."""
 
-    def __call__(self, of: SurrogateInputs) -> TokenLosses: ...
+    def __call__(self, of: PolicyLossInputs) -> TokenLosses: ...
 
 
 class OldPolicy(Protocol):
@@ -273,7 +273,7 @@ class RatioWeight(Protocol):
 
 
 @runtime_checkable
-class RowWeight(Protocol):
+class SampleWeight(Protocol):
     """A factor of the token losses of each row, after the aggregation."""
 
     def numbers(self, trained: TrainedCounts) -> Mapping[str, Mapping[str, float]]:
@@ -283,7 +283,7 @@ class RowWeight(Protocol):
 
     def __call__(
         self, inputs: LossInputs, weight_R: Tensor, losses_N: Tensor
-    ) -> RowWeights:
+    ) -> SampleWeights:
         """Return the weights, given those of the aggregation and the losses [N]. Not
         called without a row."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from invrl.cli.checks.checklist import CHECKS
-from invrl.cli.checks.machine import look_at_machine
+from invrl.cli.checks.machine import inspect_machine
 from invrl.run.settings.config import Config
 
 USER_CODE = (
@@ -19,4 +19,4 @@ USER_CODE = (
 def run_check(name: str, config: Config) -> object:
     """What the check saw. Raises what it raises."""
     [check] = [check for check in CHECKS if check.name == name]
-    return check.look(config, look_at_machine())
+    return check.look(config, inspect_machine())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, TokenSequence
 from invrl.train.parallel.context_share import ContextShare
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.weights import WeightVersion
@@ -15,15 +15,15 @@ LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> list[Row]:
-    drawn: list[Row] = []
+def rows(draw: st.DrawFn) -> list[TokenSequence]:
+    drawn: list[TokenSequence] = []
     for _ in range(draw(st.integers(0, 7))):
         tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
         wanted = (
             draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else set()
         )
         drawn.append(
-            Row(
+            TokenSequence(
                 tokens_T=np.array(tokens, np.int32),
                 wanted_N=np.array(sorted(wanted), np.int64),
                 temperature=draw(st.sampled_from([0.5, 1.0])),

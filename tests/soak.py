@@ -39,7 +39,7 @@ from invrl.buffer.ledger.ledger_store import (
 )
 from invrl.buffer.ledger.open_group import RolloutState
 from invrl.cli.arguments import split_options
-from invrl.cli.main import exit_code_of
+from invrl.cli.main import run_with_exit_code
 from invrl.cli.run_process import checked_configuration, log_to_folder
 from invrl.errors import (
     BufferStateError,
@@ -482,4 +482,4 @@ def soak(
 
 if __name__ == "__main__":
     hold_keys()
-    sys.exit(exit_code_of(partial(main, sys.argv[1:])))
+    sys.exit(run_with_exit_code(partial(main, sys.argv[1:])))

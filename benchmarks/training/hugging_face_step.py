@@ -1,7 +1,7 @@
 """A training step with a plain Hugging Face model, as someone who knows it would write
 it.
 
-Rows are padded to the longest of their micro-batch, which has as many as fit into the
+Samples are padded to the longest of their micro-batch, which has as many as fit into the
 tokens of ours, in the order of the batch or sorted by length; SDPA; logits only where a
 row has something to train; autocast over float32 weights where ours computes in
 bfloat16 over float32 master weights; fused AdamW. The loss is ours.
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples
 from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.train.config import TrainConfig
 from invrl.train.runtime import device
@@ -88,7 +88,7 @@ class HuggingFaceStep:
             advantages_N=rows.advantages_N,
             reference_N=None,
             entropy_N=None,
-            rows=Rows.each_a_rollout(rows.trained_BT.nonzero()[:, 0]),
+            samples=Samples.each_a_rollout(rows.trained_BT.nonzero()[:, 0]),
             denominators=denominators,
         )
         policy_loss(inputs, self._algorithm).loss.backward()

@@ -38,7 +38,7 @@ class SameStepSettings:
 def check_same_step(settings: SameStepSettings) -> None:
     """Raises TrainError for a workload whose gradients differ."""
     train = settings.train.model_copy(
-        update={"train_dtype": "float32", "max_tokens_per_microbatch": _TOKENS // 2}
+        update={"train_dtype": "float32", "max_tokens_per_micro_batch": _TOKENS // 2}
     )
     algorithm = AlgorithmConfig.model_validate({})
     rank = start_rank(settings.model_path, train, algorithm)

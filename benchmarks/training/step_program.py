@@ -77,7 +77,7 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
         batch = make_batch(
             workload,
             num_tokens=settings.num_tokens,
-            longest=settings.train.max_tokens_per_microbatch,
+            longest=settings.train.max_tokens_per_micro_batch,
             vocab_size=vocab_size,
         )
         [shard] = shard_batch(batch, ranks=1, steps=1)
@@ -88,7 +88,7 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
             phases.append({**result.seconds, "total": time.monotonic() - started})
 
         padded = _padded_batches(
-            workload, batch, settings.train.max_tokens_per_microbatch
+            workload, batch, settings.train.max_tokens_per_micro_batch
         )
         steps = {
             "trainer": ours,

@@ -85,7 +85,7 @@ def measure_trainer(settings: BenchSettings) -> Iterator[Part]:
     with tempfile.TemporaryDirectory(prefix="invrl-bench-") as folder:
         ranks = _Ranks(settings, Path(folder))
         parts: dict[str, Callable[[], Part]] = {
-            "steps": lambda: _ratios_of_steps(_measure_steps(settings, Path(folder))),
+            "steps": lambda: _step_ratios(_measure_steps(settings, Path(folder))),
             "memory": ranks.memory,
         }
         if settings.cores > 1:
@@ -179,7 +179,7 @@ def _with_even_heads(settings: BenchSettings, folder: Path) -> BenchSettings:
     return replace(settings, model_path=str(target))
 
 
-def _ratios_of_steps(steps: _StepResult) -> Part:
+def _step_ratios(steps: _StepResult) -> Part:
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {"speeds": {}, "phases": steps.phases}
     for workload, speeds in steps.speeds.items():

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.checksums.checksums import checksums_of, whole_hash
-from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.checksums.checksums import tensor_checksums, whole_hash
+from invrl.weights.tensors.tensor_spec import make_spec
 from invrl.weights.transports.arena import ArenaWriter
 from invrl.weights.transports.broadcaster import Broadcaster
 
@@ -38,7 +38,7 @@ class ChangingWeights:
         self._tensors = tensors
         self._hash_tensors = whole_hash(adds_up=device is not None)
         self._layout: WeightLayout = tuple(
-            spec_of(name, tensor) for name, tensor in tensors.items()
+            make_spec(name, tensor) for name, tensor in tensors.items()
         )
         self._writer = self._make_writer(device)
         self._num_changes = 0
@@ -75,7 +75,7 @@ class ChangingWeights:
                 tensor.mul_(factor)
 
     def _checksums(self) -> dict[str, str]:
-        return checksums_of(self._tensors, self._hash_tensors)
+        return tensor_checksums(self._tensors, self._hash_tensors)
 
 
 class BroadcastWeights(ChangingWeights):
@@ -122,11 +122,11 @@ class ChangingModel(ChangingWeights):
         return picked_T.numpy()
 
 
-def config_of(model_path: Path) -> PretrainedConfig:
+def read_model_config(model_path: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(model_path)
 
 
-def config_of_1b() -> PretrainedConfig:
+def one_billion_config() -> PretrainedConfig:
     """A Llama of 1.24 billion parameters with tied embeddings."""
     return LlamaConfig(
         vocab_size=128_256,

@@ -33,13 +33,13 @@ def engine_shapes(layout: WeightLayout) -> dict[str, tuple[int, ...]]:
     stacked."""
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in layout:
-        name = _parameter_of(spec.name)
+        name = _parameter_name(spec.name)
         rows_before = shapes[name][0] if name in shapes else 0
         shapes[name] = (rows_before + spec.shape[0], *spec.shape[1:])
     return shapes
 
 
-def _parameter_of(tensor_name: str) -> str:
+def _parameter_name(tensor_name: str) -> str:
     """The name of the engine's parameter that holds this tensor of a checkpoint."""
     for family in FAMILIES.values():
         for fused, parts in family.engine_fusions.items():

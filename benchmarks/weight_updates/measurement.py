@@ -21,10 +21,10 @@ from benchmarks.ratios import Part
 from benchmarks.weight_updates.changing_weights import (
     ChangingModel,
     ChangingWeights,
-    config_of,
-    config_of_1b,
     empty_tensors,
+    one_billion_config,
     random_tensors,
+    read_model_config,
 )
 from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.weight_broadcasts import measure_broadcasts
@@ -61,7 +61,7 @@ async def measure_weights(
     """Reports each part as soon as it is measured. One that fails costs none of the
     others."""
     torch.set_num_threads(1)
-    model = config_of(Path(settings.model_path))
+    model = read_model_config(Path(settings.model_path))
     await _report_part("loader", _measure_on_loader("loader", model, settings), report)
     if settings.device == "cpu":
         await _report_part(BROADCAST, measure_broadcasts(model, settings), report)
@@ -70,7 +70,7 @@ async def measure_weights(
     if settings.with_1b:
         await _report_part(
             "loader_1b",
-            _measure_on_loader("loader_1b", config_of_1b(), settings),
+            _measure_on_loader("loader_1b", one_billion_config(), settings),
             report,
         )
 

@@ -23,7 +23,7 @@ from benchmarks.weight_updates.changing_weights import (
 from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.raw_broadcasts import RawBroadcasts
 from benchmarks.weight_updates.weight_settings import BROADCAST, WeightBenchSettings
-from benchmarks.weight_updates.weight_updates import UpdatedEngine, summary_of
+from benchmarks.weight_updates.weight_updates import UpdatedEngine, summarize
 from invrl.engines.client.weight_receiver import BroadcastReceiver
 from invrl.weights.config import CollectiveWeights
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
@@ -82,7 +82,7 @@ async def _measure(engine: UpdatedEngine, raw: RawBroadcasts, repetitions: int) 
         unequal += await engine.unequal_tensors()
     pairs = zip(updates, raw_seconds, strict=True)
     ratio = median(update.phases["load"] / raw_s for update, raw_s in pairs)
-    details = summary_of(updates) | {
+    details = summarize(updates) | {
         "raw_s": median(raw_seconds),
         "unequal_tensors": unequal,
     }

@@ -174,7 +174,7 @@ async def measure_idle(engine: UpdatedEngine, *, name: str, updates: int) -> Par
         measured.append(await engine.update(copy_s=copy_s))
         unequal += await engine.unequal_tensors()
     ratio = median(update.ready_s / update.copy_s for update in measured)
-    details = summary_of(measured) | {"unequal_tensors": unequal}
+    details = summarize(measured) | {"unequal_tensors": unequal}
     failure = (
         f"{name}: {unequal} tensors are not what the trainer has" if unequal else ""
     )
@@ -222,7 +222,7 @@ async def measure_in_flight(
 # ------------------------------------------------- what follows from measured updates
 
 
-def summary_of(updates: Sequence[TimedUpdate]) -> dict[str, Any]:
+def summarize(updates: Sequence[TimedUpdate]) -> dict[str, Any]:
     """Medians, in seconds. `phases` has those that the transaction times, and
     "paused"."""
     names = updates[0].phases.keys()
@@ -255,7 +255,7 @@ def part_in_flight(
         load_gaps.append(longest_gap(streams.times, before_canary))
         silences.append(longest_silence(streams.times, update.window))
     num_failed = len(streams.failures)
-    details = summary_of(updates) | {
+    details = summarize(updates) | {
         "mode": IN_FLIGHT_MODE,
         "decode_step_s": step_s,
         "gap_s": {"median": median(gaps), "longest": max(gaps)},

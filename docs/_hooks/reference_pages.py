@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from invrl.algorithms.presets import PRESETS
 from invrl.run.settings.config import SECTIONS, TABLES, setting_name
-from invrl.types.section import Section, fields_of, present_type, tables_of
+from invrl.types.section import Section, present_type, section_fields, section_tables
 
 ROOT = Path(__file__).parents[2]
 FILES_INTRODUCTION = """\
@@ -108,8 +108,8 @@ def section_table(table: str, section: type[Section]) -> str:
         "| setting | flag | type | default | meaning |",
         "|---|---|---|---|---|",
     ]
-    tables = tables_of(section)
-    for name, field in fields_of(section).items():
+    tables = section_tables(section)
+    for name, field in section_fields(section).items():
         if name in tables:
             continue
         cells = [

@@ -6,7 +6,7 @@
 | the loss of a micro-batch, where the axes meet | `policy_loss/losses.py` |
 | the ratio current/old | `policy_loss/ratios.py` |
 | the old policy: recomputed, the engine's, the user's | `policy_loss/old_policy.py` |
-| the policy loss of one token (clipping) | `policy_loss/surrogates.py` |
+| the policy loss of one token (clipping) | `policy_loss/policy_losses.py` |
 | the off-policy correction old/rollout | `policy_loss/corrections.py` |
 | the KL term | `policy_loss/kl.py` |
 | user code of the axes, and what adapts settings during a run | `policy_loss/axis_plugins.py` |

@@ -78,7 +78,7 @@ class RejectionConfig(Section):
     outside of two bounds."""
 
     kind: Literal["token", "sequence", "geometric"] = Field(
-        description="the ratio: that of the token, or of its row, as product or geometric mean"
+        description="the ratio: that of the token, or of its sample, as product or geometric mean"
     )
     low: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="lowest ratio that is kept"
@@ -162,7 +162,7 @@ class CriticConfig(Section):
     )
     length_alpha: PositiveFloat | None = Field(
         None,
-        description="in the place of gae_lambda each row has 1 - 1 / (this x its trained tokens) (VAPO: "
+        description="in the place of gae_lambda each sample has 1 - 1 / (this x its trained tokens) (VAPO: "
         "0.05)",
     )
     targets: Literal["gae", "vtrace"] = Field(
@@ -207,10 +207,10 @@ class TeacherConfig(Section):
     )
     timeout_s: PositiveFloat = Field(
         120.0,
-        description="until the teacher at url has scored one row; it is asked three times",
+        description="until the teacher at url has scored one sample; it is asked three times",
     )
     concurrency: PositiveInt = Field(
-        16, description="rows that the teacher at url scores at the same time"
+        16, description="samples that the teacher at url scores at the same time"
     )
 
 
@@ -267,10 +267,10 @@ class KtoConfig(Section):
         0.1, description="how closely the policy holds to the reference"
     )
     desirable_weight: NonNegativeFloat = Field(
-        1.0, description="weight of the loss of desirable rows"
+        1.0, description="weight of the loss of desirable samples"
     )
     undesirable_weight: NonNegativeFloat = Field(
-        1.0, description="weight of the loss of undesirable rows"
+        1.0, description="weight of the loss of undesirable samples"
     )
 
 
@@ -304,7 +304,7 @@ class DppoConfig(Section):
 
 
 class VespoConfig(Section):
-    """The policy loss vespo, with the row's weight W^c1 exp(c2 (1 - W))."""
+    """The policy loss vespo, with the sample's weight W^c1 exp(c2 (1 - W))."""
 
     power_positive: NonNegativeFloat = Field(
         2.0, description="c1, advantage not negative"
@@ -344,7 +344,7 @@ class AlgorithmConfig(Section):
     objective: str = Field(
         "rl",
         description="what a step minimizes: 'rl' (these axes); 'distillation' (these axes, towards a "
-        "teacher); on given rows 'sft', 'dpo', 'ipo', 'orpo', 'simpo', 'kto'; or module:name of an Objective",
+        "teacher); on given samples 'sft', 'dpo', 'ipo', 'orpo', 'simpo', 'kto'; or module:name of an Objective",
     )
     teacher: TeacherConfig | None = Field(
         None, description="a teacher; the objective is then distillation"
@@ -420,12 +420,12 @@ class AlgorithmConfig(Section):
     )
     policy_loss: str = Field(
         "clip",
-        description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
+        description="policy_loss: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
         "'dppo_kl', 'vespo', 'policy_gradient' (no ratio); or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
-        description="level at which current/old ratios are taken: the token; the row, as the mean of its "
+        description="level at which current/old ratios are taken: the token; the sample, as the mean of its "
         "log-ratios (GSPO); the same with a gradient per token (GSPO-token)",
     )
     eps_clip_low: PositiveFloat = Field(
@@ -457,7 +457,7 @@ class AlgorithmConfig(Section):
     ] = Field(
         "truncated",
         description="off-policy correction on old/rollout, an importance weight between correction_floor and "
-        "correction_cap: the token's, its row's (product of the tokens'), or the row's geometric mean",
+        "correction_cap: the token's, its sample's (product of the tokens'), or the sample's geometric mean",
     )
     correction_cap: PositiveFloat = Field(
         2.0, description="cap of the truncated importance weight"
@@ -476,7 +476,7 @@ class AlgorithmConfig(Section):
         "token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"
     ] = Field(
         "token_mean",
-        description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
+        description="how token losses become one number: the mean over all tokens; over samples, rollouts or "
         "groups of each one's own mean; or each rollout's sum over aggregation_constant",
     )
     aggregation_constant: PositiveFloat | None = Field(
@@ -487,9 +487,9 @@ class AlgorithmConfig(Section):
         None, description="a KL to a frozen reference, in the loss or in the rewards"
     )
     reference: ReferenceConfig = ReferenceConfig.model_validate({})
-    row_weight: Text | None = Field(
+    sample_weight: Text | None = Field(
         None,
-        description="a factor of the token losses of each row: module:name of a RowWeight",
+        description="a factor of the token losses of each sample: module:name of a SampleWeight",
     )
     solved_nll_coef: PositiveFloat | None = Field(
         None,
@@ -507,7 +507,7 @@ class AlgorithmConfig(Section):
         description="what changes these settings during the run: module:name of each Adaptation",
     )
     plugin: PluginTables = PluginTables.model_validate({})
-    num_minibatches: PositiveInt = Field(
+    num_mini_batches: PositiveInt = Field(
         1,
         description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
@@ -534,7 +534,7 @@ class AlgorithmConfig(Section):
     def current_is_old(self) -> bool:
         """Whether current and old policy are equal in every optimizer step, so that
         nothing is computed for old."""
-        return self.num_minibatches == 1 and self.old_logprobs == "recompute"
+        return self.num_mini_batches == 1 and self.old_logprobs == "recompute"
 
     @property
     def whitened_over(self) -> WhitenedOver:
@@ -575,7 +575,7 @@ class AlgorithmConfig(Section):
             sentences.append(
                 f"the clip ({settings}) never acts: in the one optimizer step of "
                 "a batch the current policy is the old one, so every ratio is 1. It acts with "
-                "--num-minibatches 2 or more, or with --old-logprobs engine"
+                "--num-mini-batches 2 or more, or with --old-logprobs engine"
             )
         if self.old_logprobs == "engine" and self.correction != "none":
             sentences.append(

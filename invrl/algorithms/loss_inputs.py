@@ -1,11 +1,11 @@
-"""Inputs of a loss: the trained tokens of one micro-batch, their rows, and the
+"""Inputs of a loss: the trained tokens of one micro-batch, their samples, and the
 denominators of the whole mini-batch.
 
-Axes: N tokens, R rows. A row is a training sample: one trajectory of a rollout.
-Invariant: all trained tokens of a row are in one micro-batch, on every context-parallel
-rank, so a sum over a row is complete wherever it is computed. A rollout may have
-several rows, in several micro-batches and on several ranks; numbers of the whole
-rollout come with each of its rows.
+Axes: N tokens, R samples. A sample is a training sample: one trajectory of a rollout.
+Invariant: all trained tokens of a sample are in one micro-batch, on every context-parallel
+rank, so a sum over a sample is complete wherever it is computed. A rollout may have
+several samples, in several micro-batches and on several ranks; numbers of the whole
+rollout come with each of its samples.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +26,17 @@ class Denominators:
     without a trained token do not count."""
 
     tokens: float
-    rows: float
+    samples: float
     rollouts: float
     groups: float
     solved_tokens: float = 0.0
-    """Tokens of rows whose number `solved` is 1."""
+    """Tokens of samples whose number `solved` is 1."""
 
     @staticmethod
     def of(trained: TrainedCounts) -> "Denominators":
         return Denominators(
             tokens=trained.tokens,
-            rows=trained.rows,
+            samples=trained.samples,
             rollouts=trained.rollouts,
             groups=trained.groups,
             solved_tokens=trained.solved_tokens,
@@ -44,43 +44,43 @@ class Denominators:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """The rows of a micro-batch, and the row of each token."""
+class Samples:
+    """The samples of a micro-batch, and the sample of each token."""
 
-    row_N: Tensor
-    """int64 [N]: index of the token's row, 0 to R - 1, ascending."""
+    sample_N: Tensor
+    """int64 [N]: index of the token's sample, 0 to R - 1, ascending."""
     tokens_R: Tensor
-    """float32 [R]: trained tokens of the row, at least 1."""
+    """float32 [R]: trained tokens of the sample, at least 1."""
     rollout_tokens_R: Tensor
-    """float32 [R]: trained tokens of the row's rollout, over all its rows."""
+    """float32 [R]: trained tokens of the sample's rollout, over all its samples."""
     group_tokens_R: Tensor
-    """float32 [R]: trained tokens of the row's group."""
+    """float32 [R]: trained tokens of the sample's group."""
 
     @staticmethod
-    def each_a_rollout(row_N: Tensor) -> "Rows":
-        """Return rows that are one rollout and one group each. Every row in `row_N` has
+    def each_a_rollout(sample_N: Tensor) -> "Samples":
+        """Return samples that are one rollout and one group each. Every sample in `sample_N` has
         a token."""
-        num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
-        tokens_R = torch.bincount(row_N, minlength=num_rows).float()
-        return Rows(
-            row_N=row_N,
+        num_samples = int(sample_N[-1]) + 1 if len(sample_N) else 0
+        tokens_R = torch.bincount(sample_N, minlength=num_samples).float()
+        return Samples(
+            sample_N=sample_N,
             tokens_R=tokens_R,
             rollout_tokens_R=tokens_R,
             group_tokens_R=tokens_R,
         )
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """Sum over the tokens of each row: [N] -> [R]."""
+        """Sum over the tokens of each sample: [N] -> [R]."""
         zeros_R = torch.zeros_like(self.tokens_R, dtype=values_N.dtype)
-        return zeros_R.index_add(0, self.row_N, values_N)
+        return zeros_R.index_add(0, self.sample_N, values_N)
 
     def mean(self, values_N: Tensor) -> Tensor:
-        """Mean over the tokens of each row: [N] -> [R]."""
+        """Mean over the tokens of each sample: [N] -> [R]."""
         return self.sum(values_N) / self.tokens_R
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """Return the value of each token's row: [R] -> [N]."""
-        return values_R[self.row_N]
+        """Return the value of each token's sample: [R] -> [N]."""
+        return values_R[self.sample_N]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,14 +106,14 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """The trained tokens of one micro-batch, flat, row by row: float32 [N] each, N >=
+    """The trained tokens of one micro-batch, flat, sample by sample: float32 [N] each, N >=
     0. Log-probs are in nats at the sampling temperature."""
 
     current_N: Tensor
     """Log-probs under the current policy, with gradient."""
     entropy_N: Tensor | None
     """Entropy of the current distribution in nats, with gradient."""
-    rows: Rows
+    samples: Samples
     denominators: Denominators
     old_N: Tensor | None
     """Log-probs under the old policy; None: they equal the current ones."""
@@ -128,7 +128,7 @@ class LossInputs:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further numbers of each token by name, from `TrainSample.columns`."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further numbers of each row by name, float32 [R] each, from
+    """Further numbers of each sample by name, float32 [R] each, from
     `TrainSample.numbers`."""
     after_update_N: Tensor | None = None
     """Whether the old policy sampled a token in a turn that older weights began. Used
@@ -140,7 +140,9 @@ class LossInputs:
     objective does not need it."""
 
     def __post_init__(self) -> None:
-        shapes: dict[str, tuple[int, ...]] = {"row_N": tuple(self.rows.row_N.shape)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "sample_N": tuple(self.samples.sample_N.shape)
+        }
         for member in fields(self):
             value = getattr(self, member.name)
             if isinstance(value, Tensor):
@@ -173,8 +175,8 @@ class TokenWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowWeights:
-    """Weights of the token losses of rows."""
+class SampleWeights:
+    """Weights of the token losses of samples."""
 
     weights_R: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)

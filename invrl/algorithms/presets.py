@@ -39,7 +39,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "eps_clip_high": 0.28,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2507.18071, section 5.1
     "gspo": {
@@ -50,7 +50,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "dual_clip": False,
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # MiniMax-M1, arXiv 2506.13585, section 3.1. The upper bound is not in the paper:
     # the cap of 5 is ScaleRL's (arXiv 2510.13786). The paper makes 16 updates a batch.
@@ -60,7 +60,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "eps_clip_low": 1.0,
         "eps_clip_high": 4.0,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its
     # summarization task and its 2 updates a batch.
@@ -75,7 +75,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
             "added_to": "rollout_reward",
             "clamp": False,
         },
-        "num_minibatches": 2,
+        "num_mini_batches": 2,
     },
     # arXiv 2501.03262, eq. 4 and 5, and table 1
     "reinforce_pp": {
@@ -96,7 +96,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "dual_clip": False,
         "aggregation": "token_mean",
         "kl": {"coefficient": 0.02, "estimator": "k1", "added_to": "reward"},
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2504.05118, section 5.1. The paper makes 16 updates a batch.
     "vapo": {
@@ -107,7 +107,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "eps_clip_high": 0.28,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2511.20347, section 5.1
     "sapo": {
@@ -115,7 +115,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "policy_loss": "sapo",
         "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.04879, appendix E: binary total variation around the policy that
     # sampled. The paper truncates the ratio at 5, we do not (its section 5.4), and
@@ -127,7 +127,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "old_logprobs": "engine",
         "correction": "none",
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.02710, algorithm 1
     "maxrl": {
@@ -150,7 +150,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "correction_cap": 5.0,
         "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2512.06547: the same with an interpolated proximal policy
     "a3po": {
@@ -163,7 +163,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "correction_cap": 5.0,
         "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL
     # coefficient, and resets the reference and the optimizer when validation stagnates:
@@ -176,7 +176,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "aggregation": "token_mean",
         "kl": {"coefficient": 0.001, "estimator": "k3"},
         "reference": {"reset_steps": 200, "reset_optimizer": True},
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that
     # of a review of it. Where lambda starts, its learning rate (those of the
@@ -188,7 +188,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "eps_clip_high": 0.2,
         "dual_clip": False,
         "aggregation": "token_mean",
-        "row_weight": "invrl.contrib.lambda_grpo:LengthWeight",
+        "sample_weight": "invrl.contrib.lambda_grpo:LengthWeight",
         "adaptations": "invrl.contrib.lambda_grpo:LearnedExponent",
         "plugin": {
             "LengthWeight": {"exponent": 0.0, "scale": 1 / 9},
@@ -207,7 +207,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         "plugin": {"RouterShift": {"floor": 0.8}},
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
@@ -221,7 +221,7 @@ PRESETS: dict[str, Mapping[str, Value | Table]] = {
         },
         "correction": "none",
         "aggregation": "token_mean",
-        "num_minibatches": 4,
+        "num_mini_batches": 4,
     },
 }
 """Presets set only axes that exist. What all of them leave as it is, whatever their

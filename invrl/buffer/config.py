@@ -58,16 +58,16 @@ class DifficultyConfig(Section):
 
 
 class TurnRewardsConfig(Section):
-    """Rewards of turns, branches and child sessions of their own."""
+    """Rewards of turns, trajectories and child sessions of their own."""
 
     baseline: RewardBaseline = Field(
         "depth",
-        description="a turn's or branch's own reward is compared with the group's rewards at the same depth "
+        description="a turn's or trajectory's own reward is compared with the group's rewards at the same depth "
         "(depth), or with all of them (group)",
     )
     use: RewardUse = Field(
         "replace",
-        description="own rewards of turns, branches and child sessions replace the final reward, or are "
+        description="own rewards of turns, trajectories and child sessions replace the final reward, or are "
         "added to it",
     )
 

@@ -20,7 +20,7 @@ _WINDOW = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Fate:
+class _LedgerState:
     length: float
     """Sampled tokens. Of a rollout that was cancelled, those until then."""
     reward: float | None
@@ -32,17 +32,21 @@ class Selection:
     """Lengths and rewards of the last rollouts that were trained or lost."""
 
     def __init__(self) -> None:
-        self._fates: deque[_Fate] = deque(maxlen=_WINDOW)
+        self._ledger_states: deque[_LedgerState] = deque(maxlen=_WINDOW)
 
     def note_trained(self, rollout: RolloutSummary) -> None:
-        self._fates.append(_Fate(rollout.sampled_tokens, rollout.reward, True))
+        self._ledger_states.append(
+            _LedgerState(rollout.sampled_tokens, rollout.reward, True)
+        )
 
     def note_lost(self, rollout: RolloutSummary) -> None:
-        self._fates.append(_Fate(rollout.sampled_tokens, rollout.reward, False))
+        self._ledger_states.append(
+            _LedgerState(rollout.sampled_tokens, rollout.reward, False)
+        )
 
     def note_cancelled(self, partial: RolloutSummary) -> None:
         """Note a rollout that ran when its group was dropped."""
-        self._fates.append(_Fate(partial.sampled_tokens, None, False))
+        self._ledger_states.append(_LedgerState(partial.sampled_tokens, None, False))
 
     def metrics(self) -> dict[str, Metric]:
         """Return, over the last rollouts: `lost_share`; `trained_length_ratio`, the mean
@@ -51,14 +55,18 @@ class Selection:
         `trained_reward_p`, the probability of a difference between trained and lost
         ones as large as this if they came from one distribution. Empty while nothing
         was trained."""
-        lengths = [fate.length for fate in self._fates]
-        trained_lengths = [fate.length for fate in self._fates if fate.is_trained]
+        lengths = [fate.length for fate in self._ledger_states]
+        trained_lengths = [
+            fate.length for fate in self._ledger_states if fate.is_trained
+        ]
         if not trained_lengths:
             return {}
-        lost_lengths = [fate.length for fate in self._fates if not fate.is_trained]
+        lost_lengths = [
+            fate.length for fate in self._ledger_states if not fate.is_trained
+        ]
         trained_rewards: list[float] = []
         lost_rewards: list[float] = []
-        for fate in self._fates:
+        for fate in self._ledger_states:
             if fate.reward is not None:
                 rewards = trained_rewards if fate.is_trained else lost_rewards
                 rewards.append(fate.reward)

@@ -7,7 +7,7 @@ from pathlib import Path
 from invrl.errors import ConfigError
 from invrl.run.settings.name_suggestions import nearest
 from invrl.store.run_folder import RunFolder
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 
 def split_flag(argument: str) -> tuple[str, str | None]:
@@ -73,7 +73,5 @@ def read_run_folder(arguments: Sequence[str]) -> RunFolder:
     folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
     if not folder.config_path.exists():
         reason = "not a run folder: it has no config.resolved.toml"
-        raise ConfigError(
-            "RUN", str(folder.path), reason, fix_of_path(folder.path, fix)
-        )
+        raise ConfigError("RUN", str(folder.path), reason, path_fix(folder.path, fix))
     return folder

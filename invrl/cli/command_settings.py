@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from invrl.rollout.config import RolloutConfig
 from invrl.run.settings.config import SECTIONS, TABLES, UPSTREAM, Source, Tables
-from invrl.types.section import fields_of
+from invrl.types.section import section_fields
 
 _RUN = frozenset(
     {
@@ -65,7 +65,7 @@ def _all_keys(table: str) -> frozenset[str]:
     table."""
     if table in TABLES:
         return frozenset({"", *TABLES[table].model.model_fields})
-    return frozenset(fields_of(SECTIONS[table]))
+    return frozenset(section_fields(SECTIONS[table]))
 
 
 _NO_TRAINER: Tables = {"run": {"debug_rollout_only": True}}
@@ -141,6 +141,6 @@ _ENGINE = CommandSettings(
 _BY_COMMAND = {"serve": _SERVE, "eval": _EVAL, "engine": _ENGINE}
 
 
-def settings_of(command: str) -> CommandSettings:
+def settings_for_command(command: str) -> CommandSettings:
     """Return the settings of `invrl COMMAND`."""
     return _BY_COMMAND.get(command, _EVERYTHING)

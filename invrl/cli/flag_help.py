@@ -7,10 +7,10 @@ from typing import Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from invrl.cli.command_settings import settings_of
+from invrl.cli.command_settings import settings_for_command
 from invrl.cli.flags import CONFIG_FLAG, SETTING_FLAGS, SettingFlag
 from invrl.cli.presets import preset_names
-from invrl.run.settings.config import SECTIONS, TABLES, model_of_table
+from invrl.run.settings.config import SECTIONS, TABLES, table_model
 from invrl.types.section import is_optional, present_type
 
 _FIRST_SETTINGS = {
@@ -79,7 +79,7 @@ def flag_help(command: str = "train") -> str:
     ]
     for setting in first:
         lines += _setting_entry(setting, prefix=f"[{setting.table}] ")
-    used = settings_of(command)
+    used = settings_for_command(command)
     for table in (*SECTIONS, *TABLES):
         others = [
             setting
@@ -89,7 +89,7 @@ def flag_help(command: str = "train") -> str:
             and setting not in first
         ]
         if others:
-            model = model_of_table(table)
+            model = table_model(table)
             paragraph = ((model and model.__doc__) or "").split("\n\n")[0]
             summary = " ".join(paragraph.split())
             lines += ["", *textwrap.wrap(f"[{table}] {summary}", _WIDTH)]

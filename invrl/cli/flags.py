@@ -14,7 +14,7 @@ from typing import get_origin
 from pydantic.fields import FieldInfo
 
 from invrl.cli.arguments import split_flag, take_value
-from invrl.cli.command_settings import settings_of
+from invrl.cli.command_settings import settings_for_command
 from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
@@ -29,7 +29,12 @@ from invrl.run.settings.config import (
 )
 from invrl.run.settings.former_settings import former_fix
 from invrl.run.settings.name_suggestions import nearest_setting
-from invrl.types.section import fields_of, is_optional, present_type, tables_of
+from invrl.types.section import (
+    is_optional,
+    present_type,
+    section_fields,
+    section_tables,
+)
 
 CONFIG_FLAG = "--config"
 _PLUGIN_FLAG = "--plugin."
@@ -81,8 +86,8 @@ class SettingFlag:
 
 def _setting_flags() -> Iterator[SettingFlag]:
     for section, model in SECTIONS.items():
-        tables = tables_of(model)
-        for key, field in fields_of(model).items():
+        tables = section_tables(model)
+        for key, field in section_fields(model).items():
             if key not in tables:
                 yield SettingFlag(
                     table=section,
@@ -152,14 +157,14 @@ class _FlagParser:
         self.tables: dict[str, dict[str, Scalar | dict[str, Scalar]]] = {}
         self._command = command
         self._arguments = tuple(arguments)
-        self._used = settings_of(command)
+        self._used = settings_for_command(command)
 
     def read_next(self) -> None:
         """Read one flag and its values. Raises ConfigError; the flag and its value are
         removed from `rest` even then."""
         flag, value = split_flag(self.rest.pop(0))
         setting = _BY_FLAG.get(flag)
-        package = _package_of(flag)
+        package = _option_package(flag)
         if setting is not None:
             self._read_setting(setting, flag, value)
         elif flag == CONFIG_FLAG:
@@ -258,7 +263,7 @@ class _FlagParser:
         return any("data_path" in file.tables.get("data", {}) for file in self.files)
 
 
-def _package_of(flag: str) -> str | None:
+def _option_package(flag: str) -> str | None:
     """Return the package whose option this is."""
     for package in UPSTREAM:
         if flag.startswith(f"--{package}-"):

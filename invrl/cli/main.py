@@ -147,12 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bypass_proxies(*THIS_MACHINE)
     if os.environ.get("RAY_ADDRESS") == "local":  # the run's own Ray, as without it
         del os.environ["RAY_ADDRESS"]
-    exit_code = exit_code_of(partial(_run, arguments))
-    _tell_supervisor(exit_code)
+    exit_code = run_with_exit_code(partial(_run, arguments))
+    _notify_supervisor(exit_code)
     return exit_code
 
 
-def exit_code_of(work: Callable[[], None]) -> int:
+def run_with_exit_code(work: Callable[[], None]) -> int:
     """Do the work and return the exit code for how it ended. Prints the error that
     ended it, if any."""
     try:
@@ -238,7 +238,7 @@ def _print_bad_input(error: ConfigError) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def _tell_supervisor(exit_code: int) -> None:
+def _notify_supervisor(exit_code: int) -> None:
     """Tell a driver's supervisor to expect no more heartbeats: the end of the
     interpreter may take long."""
     from invrl.host.processes import lifeline

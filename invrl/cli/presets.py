@@ -4,7 +4,7 @@ working directory."""
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 _FOLDER = Path(__file__).parents[1] / "presets"
 """Part of the package, so that a checkout and a wheel have it in the same place."""
@@ -36,5 +36,5 @@ def configuration_file(name_or_path: str) -> Path:
     )
     fix = f"give a readable TOML file, or a preset: {', '.join(presets)}"
     raise ConfigError(
-        "--config", name_or_path, reason, fix_of_path(path, fix, names=presets)
+        "--config", name_or_path, reason, path_fix(path, fix, names=presets)
     )

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from invrl.cli.checks import machine
 from invrl.cli.checks.checklist import check_before_start
 from invrl.cli.command import CommandFailed
-from invrl.cli.command_settings import settings_of
+from invrl.cli.command_settings import settings_for_command
+from invrl.cli.error_summary import summarize_error
 from invrl.cli.flags import parse_flags
-from invrl.cli.headline import headline
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
 from invrl.host.files.private_file import make_private
 from invrl.host.output.log_lines import write_log_lines
@@ -21,7 +21,7 @@ from invrl.host.processes.lifeline import NoteKind
 from invrl.host.ray.ray_setup import prepare_ray
 from invrl.run.processes.driver_commands import FAILURE_EXIT
 from invrl.run.settings.config import Config, resolve
-from invrl.run.settings.model_of_run import with_models_of_runs
+from invrl.run.settings.initial_model import with_initial_models
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
@@ -30,14 +30,14 @@ def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
     """Return the configuration of `invrl COMMAND` with these flags, after the checks of
     the command. Prints the warnings. Raises ConfigError."""
     sources = parse_flags(arguments, command=command)
-    config = resolve(*sources, settings_of(command).source())
+    config = resolve(*sources, settings_for_command(command).source())
     if command == "eval":
         from invrl.rollout.tasks.tasks import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     if command == "train":
-        config = with_models_of_runs(config)
-    for warning in check_before_start(command, config, machine.look_at_machine()):
+        config = with_initial_models(config)
+    for warning in check_before_start(command, config, machine.inspect_machine()):
         print(f"invrl: warning: {warning}", file=sys.stderr)
     return config
 
@@ -53,7 +53,7 @@ def log_to_folder(
 
 
 @contextmanager
-def driver_of(folder: RunFolder) -> Iterator[Config]:
+def driver_context(folder: RunFolder) -> Iterator[Config]:
     """Yield the run's configuration, around the work of a driver, in a folder that its
     supervisor holds."""
     lifeline.hold()
@@ -81,7 +81,7 @@ def failure_reported(folder: RunFolder) -> Iterator[None]:
             lifeline.tell(NoteKind.FINAL)
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
-        reason, place = headline(error).lines(folder.log_path("driver"))
+        reason, place = summarize_error(error).lines(folder.log_path("driver"))
         # The text may quote exceptions of user code.
         print(printable(f"invrl: the run failed: {reason}\n{place}"), file=sys.stderr)
         raise CommandFailed(FAILURE_EXIT) from error

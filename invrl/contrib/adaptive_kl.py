@@ -33,7 +33,7 @@ def adapted_coefficient(coefficient: float, divergence: float, target: float) ->
 
     `divergence` and `target` are in nats per token: the mean of k3 over a batch's
     trained tokens. The paper's are sums over a sequence. verl has the form of the
-    paper's code, coef (1 + e n / horizon), with the mean over rows.
+    paper's code, coef (1 + e n / horizon), with the mean over samples.
     """
     error = divergence / target - 1.0
     error = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, PositiveFloat
 
 from invrl.algorithms.objectives.objectives import Needs
-from invrl.algorithms.policy_loss.surrogates import (
+from invrl.algorithms.policy_loss.policy_losses import (
     LEAST_PROBABILITY,
-    SurrogateInputs,
+    PolicyLossInputs,
     TokenLosses,
     masked_by_distance,
 )
@@ -55,7 +55,7 @@ class DPPOTotalVariation(_TopK):
     D = 1/2 sum over a in A'' of |q(a) - p(a)|
     """
 
-    def __call__(self, of: SurrogateInputs) -> TokenLosses:
+    def __call__(self, of: PolicyLossInputs) -> TokenLosses:
         """Compute the loss of each token."""
         distance_N = 0.5 * _over_outcomes(of, _variation)
         return masked_by_distance(of, distance_N, self.threshold)
@@ -70,14 +70,14 @@ class DPPODivergence(_TopK):
     it is 1e-12, less than float32 can resolve next to 1.
     """
 
-    def __call__(self, of: SurrogateInputs) -> TokenLosses:
+    def __call__(self, of: PolicyLossInputs) -> TokenLosses:
         """Compute the loss of each token."""
         distance_N = _over_outcomes(of, _divergence)
         return masked_by_distance(of, distance_N, self.threshold)
 
 
 def _over_outcomes(
-    of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]
+    of: PolicyLossInputs, term: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K
     candidates, the sampled token if it is not among them, and all others together."""

@@ -1,6 +1,6 @@
 """lambda-GRPO: rollouts count by their length within their group (arXiv 2510.06870).
 
-`--row-weight invrl.contrib.lambda_grpo:LengthWeight --plugin.LengthWeight.exponent 1`
+`--sample-weight invrl.contrib.lambda_grpo:LengthWeight --plugin.LengthWeight.exponent 1`
 has a fixed exponent lambda; with `--adaptations invrl.contrib.lambda_grpo:LearnedExponent`
 it is learned, as in the preset `lambda_grpo`. The weights are a factor on top of the
 aggregation, with one exponent for the whole run. NumPy in float64, so every rank computes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from invrl.algorithms.config import AlgorithmConfig
-    from invrl.algorithms.loss_inputs import LossInputs, RowWeights
+    from invrl.algorithms.loss_inputs import LossInputs, SampleWeights
     from invrl.run.settings.config import Config
 
 LENGTH_WEIGHT = "length_weight"
@@ -50,7 +50,7 @@ def largest_scale(group_size: int) -> float:
     return float(np.sqrt(group_size)) / (group_size - 1)
 
 
-def weights_of_group(
+def group_weights(
     lengths_G: NDArray[np.float64], exponent: float, scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The weights f_i [G] of a group's rollouts, whose mean is 1, and their derivatives
@@ -142,7 +142,7 @@ class LengthWeight(Section):
                 [trained.tokens_of_rollout[rollout_id] for rollout_id in rollout_ids],
                 np.float64,
             )
-            weights_G, slopes_G = weights_of_group(lengths_G, self.exponent, self.scale)
+            weights_G, slopes_G = group_weights(lengths_G, self.exponent, self.scale)
             for rollout_id, weight, slope in zip(
                 rollout_ids, weights_G, slopes_G, strict=True
             ):
@@ -154,7 +154,7 @@ class LengthWeight(Section):
 
     def __call__(
         self, inputs: LossInputs, weight_R: Tensor, losses_N: Tensor
-    ) -> RowWeights:
+    ) -> SampleWeights:
         """Return the aggregation's weights times the rollouts' length weights f, and
         the micro-batch's part of
 
@@ -162,12 +162,12 @@ class LengthWeight(Section):
 
         in which only f depends on lambda. All terms of a token's loss are weighted.
         """
-        from invrl.algorithms.loss_inputs import RowWeights
+        from invrl.algorithms.loss_inputs import SampleWeights
 
         slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
-        slope_N = inputs.rows.spread(slope_R).double()
+        slope_N = inputs.samples.spread(slope_R).double()
         gradient = (slope_N * losses_N.double()).sum()
-        return RowWeights(
+        return SampleWeights(
             weights_R=weight_R * inputs.numbers[LENGTH_WEIGHT],
             sums={LAMBDA_GRADIENT: gradient},
         )
@@ -189,11 +189,11 @@ class LearnedExponent(Section):
 
     def check(self, config: Config) -> None:
         """Raise ConfigError without length weights."""
-        name = config.algorithm.row_weight
+        name = config.algorithm.sample_weight
         if name is None or not name.endswith(f":{LengthWeight.__name__}"):
             reason = "there is no exponent that could be learned"
-            fix = "set --row-weight invrl.contrib.lambda_grpo:LengthWeight"
-            raise ConfigError("algorithm.row_weight", name, reason, fix)
+            fix = "set --sample-weight invrl.contrib.lambda_grpo:LengthWeight"
+            raise ConfigError("algorithm.sample_weight", name, reason, fix)
 
     def start(self, algorithm: AlgorithmConfig) -> Mapping[str, float]:
         """Return the exponent of the settings."""

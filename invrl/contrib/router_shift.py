@@ -50,7 +50,7 @@ class RouterShift(Section):
             fix = "use --old-logprobs recompute, or leave it out"
         elif algorithm.current_is_old:
             reason = "a batch has one optimizer step, in which the current policy is the old one: no router moves"
-            fix = "set --num-minibatches to 2 or more, or leave it out"
+            fix = "set --num-mini-batches to 2 or more, or leave it out"
         elif algorithm.policy_loss in ("vespo", "policy_gradient"):
             reason = f"{algorithm.policy_loss} has no ratio that it could weigh"
             fix = "leave it out"

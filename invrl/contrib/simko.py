@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, PositiveFloat
 
 from invrl.algorithms.objectives.objectives import Needs
-from invrl.algorithms.policy_loss.surrogates import (
-    SurrogateInputs,
+from invrl.algorithms.policy_loss.policy_losses import (
+    PolicyLossInputs,
     TokenLosses,
     clipped_losses,
 )
@@ -22,7 +22,7 @@ from invrl.types.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from invrl.algorithms.loss_inputs import Rows
+    from invrl.algorithms.loss_inputs import Samples
     from invrl.run.settings.config import Config
 
 
@@ -33,7 +33,7 @@ class SimKO(Section):
         A < 0:  r- = lambda r if the sampled token is the likeliest, else r
 
     They act on the tokens whose entropy is above the quantile `entropy_quantile` of
-    their row; sg stops the gradient. n are the K tokens that the policy which sampled
+    their sample; sg stops the gradient. n are the K tokens that the policy which sampled
     held likeliest, r_n is their own ratio, and lambda is `top1_weight`. The value of r+
     is r, and its gradient is shared with the K tokens: sg[r / r_n] r_n has the gradient
     r grad log p_n, in which the old log-prob of n cancels, so it is not computed. The
@@ -59,7 +59,7 @@ class SimKO(Section):
         0.8,
         ge=0.0,
         le=1.0,
-        description="quantile of a row's entropies above which tokens are changed",
+        description="quantile of a sample's entropies above which tokens are changed",
     )
 
     def check(self, config: Config) -> None:
@@ -73,14 +73,14 @@ class SimKO(Section):
                 "algorithm.ratio_level", level, reason, "leave --ratio-level out"
             )
 
-    def __call__(self, of: SurrogateInputs) -> TokenLosses:
+    def __call__(self, of: PolicyLossInputs) -> TokenLosses:
         """Compute the loss of each token."""
         inputs = of.inputs
         top = inputs.top
         assert top is not None, "the needs name them"
         assert inputs.entropy_N is not None, "the step has the entropies"
         undecided_N = _above_quantile(
-            inputs.entropy_N.detach(), inputs.rows, self.entropy_quantile
+            inputs.entropy_N.detach(), inputs.samples, self.entropy_quantile
         )
         is_token_NK = top.is_token_NK
         own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
@@ -102,10 +102,10 @@ class SimKO(Section):
         return TokenLosses(losses_N=clipped.losses_N, means=means)
 
 
-def _above_quantile(values_N: Tensor, rows: Rows, quantile: float) -> Tensor:
-    """Whether a token's value is above the interpolated quantile of its row's
+def _above_quantile(values_N: Tensor, samples: Samples, quantile: float) -> Tensor:
+    """Whether a token's value is above the interpolated quantile of its sample's
     values."""
-    bound_R = values_N.new_empty(len(rows.tokens_R))
-    for row, values_T in enumerate(values_N.split(rows.tokens_R.long().tolist())):
-        bound_R[row] = values_T.quantile(quantile)
-    return values_N > rows.spread(bound_R)
+    bound_R = values_N.new_empty(len(samples.tokens_R))
+    for sample, values_T in enumerate(values_N.split(samples.tokens_R.long().tolist())):
+        bound_R[sample] = values_T.quantile(quantile)
+    return values_N > samples.spread(bound_R)

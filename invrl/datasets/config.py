@@ -54,6 +54,6 @@ class DataConfig(Section):
     )
     overlong: Literal["skip", "truncate", "refuse"] = Field(
         "skip",
-        description="a row over max_row_tokens or the model's positions: left out and counted, cut at its "
+        description="a row over max_sample_tokens or the model's positions: left out and counted, cut at its "
         "end, or an error",
     )

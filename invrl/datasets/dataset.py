@@ -14,8 +14,8 @@ from pathlib import Path
 
 from invrl.datasets.config import KIND_OF_OBJECTIVE, DataConfig, Kind
 from invrl.datasets.order import RowOrder, split_off
-from invrl.datasets.rows import DataRow, kind_of_file, load_rows, unusable_row
-from invrl.datasets.samples import RowTokenizer, batch_of
+from invrl.datasets.rows import DataRow, data_file_kind, load_rows, unusable_row
+from invrl.datasets.samples import RowTokenizer, make_step_batch
 from invrl.errors import ConfigError, UnusableRowError
 from invrl.gateway.config import ContentTokens
 from invrl.gateway.rendering.loading import load_renderer
@@ -85,11 +85,11 @@ class Dataset:
                 continue
             samples += of_row
             skipped += not of_row
-        if self._lacks_another(samples):
+        if self._is_only_label(samples):
             samples = []
             skipped += 1
         return StepData(
-            batch=batch_of(samples, step=step),
+            batch=make_step_batch(samples, step=step),
             rows=len(draws),
             skipped=skipped,
             unusable=tuple(unusable),
@@ -100,23 +100,21 @@ class Dataset:
         an unusable row, or if all are too long."""
         if not self.held_out:
             return None
-        samples = list(
-            self._samples_of_all(_EVAL_PATH, self.held_out_file, self.held_out)
-        )
+        samples = list(self._all_samples(_EVAL_PATH, self.held_out_file, self.held_out))
         if not samples:
             reason = f"all {len(self.held_out)} held-out rows are longer than {self.tokenizer.max_tokens} tokens"
-            fix = "raise --max-row-tokens, hold out shorter rows, or set --data.overlong truncate"
+            fix = "raise --max-sample-tokens, hold out shorter rows, or set --data.overlong truncate"
             raise ConfigError(_EVAL_PATH, self.held_out_file, reason, fix)
-        if self._lacks_another(samples):
+        if self._is_only_label(samples):
             reason = "one labelled row is held out, and its loss needs another one to compare with"
             raise ConfigError(
                 _EVAL_PATH, self.held_out_file, reason, "hold out two rows or more"
             )
-        return batch_of(samples, step=0)
+        return make_step_batch(samples, step=0)
 
-    def _lacks_another(self, samples: list[TrainSample]) -> bool:
+    def _is_only_label(self, samples: list[TrainSample]) -> bool:
         """Whether this is the only labelled row of a batch: kto compares each row with
-        another one (`algorithms/objectives/mismatched_rows.py`)."""
+        another one (`algorithms/objectives/mismatched_samples.py`)."""
         return self.tokenizer.kind == "labels" and len(samples) == 1
 
     def check_tokens(self) -> str:
@@ -125,10 +123,10 @@ class Dataset:
         held_out = self.held_out_batch()
         stride = -(-len(self.rows) // _ROWS_TOKENISED_AT_START)
         rows = self.rows[::stride]
-        samples = list(self._samples_of_all(_DATA_PATH, self.file, rows))
+        samples = list(self._all_samples(_DATA_PATH, self.file, rows))
         if not samples:
             reason = f"none of {len(rows)} rows has {self.tokenizer.max_tokens} tokens or fewer"
-            fix = "raise --max-row-tokens, shorten the rows, or set --data.overlong truncate"
+            fix = "raise --max-sample-tokens, shorten the rows, or set --data.overlong truncate"
             raise ConfigError(_DATA_PATH, self.file, reason, fix)
         longest = max(len(sample.tokens_T) for sample in samples)
         text = f"{len(self.rows):,} rows ({self.tokenizer.kind}), rows of up to {longest:,} tokens"
@@ -141,7 +139,7 @@ class Dataset:
         trained = {repr(row.sides) for row in self.rows}
         return sum(repr(row.sides) in trained for row in self.held_out)
 
-    def _samples_of_all(
+    def _all_samples(
         self, field_name: str, file: str, rows: tuple[DataRow, ...]
     ) -> Iterator[TrainSample]:
         for row in rows:
@@ -151,21 +149,21 @@ class Dataset:
                 raise unusable_row(field_name, file, row.number, error) from error
 
 
-def kind_of(config: DataConfig, objective: str) -> Kind:
+def resolve_data_kind(config: DataConfig, objective: str) -> Kind:
     """Return the kind of the data's rows. Raises ConfigError if the first row is needed
     and cannot be read."""
     if config.kind != "auto":
         return config.kind
     if objective in KIND_OF_OBJECTIVE:
         return KIND_OF_OBJECTIVE[objective]
-    return kind_of_file(_DATA_PATH, str(_absolute(config.data_path or "")))
+    return data_file_kind(_DATA_PATH, str(_absolute(config.data_path or "")))
 
 
 def load_dataset(
     config: DataConfig, objective: str, model: ModelText, *, seed: int
 ) -> Dataset:
     """Read all files. Raises ConfigError for any error in them."""
-    kind = kind_of(config, objective)
+    kind = resolve_data_kind(config, objective)
     file = str(_absolute(config.data_path or ""))
     rows = load_rows(_DATA_PATH, file, kind)
     held_out: list[DataRow] = []

@@ -17,8 +17,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.datasets.branches import Branch, branches
 from invrl.datasets.rows import Dialogue, read_row
+from invrl.datasets.trajectories import TokenizedTrajectory, trajectories
 from invrl.errors import SessionError, UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
@@ -53,7 +53,7 @@ INEXACT = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedBranch:
+class RecordedTrajectory:
     """One trajectory of a rollout, as a run with rollouts trains it: a sample of its
     batch."""
 
@@ -90,27 +90,27 @@ class RestoredRow:
     """Number of samples that the chat template makes of the row."""
 
 
-def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
+def restore(renderer: Renderer, trajectory: RecordedTrajectory) -> RestoredRow:
     """Return the row of a trajectory, for `--objective sft`. Replies that were not
     sampled, or are not trained in this trajectory, have weight 0. The row states
     whether the client asked for thinking only if the recorded prompt is not the
     template's default."""
-    obstacle = _obstacle(branch)
+    obstacle = _unwritable_reason(trajectory)
     if obstacle is not None:
         return RestoredRow(fields={}, fidelity=obstacle)
     try:
-        thinking = _thinking(renderer, branch)
-        fields = _row_fields(branch, thinking)
+        thinking = _thinking(renderer, trajectory)
+        fields = _row_fields(trajectory, thinking)
         [dialogue] = read_row(1, fields, "conversations").sides
-        written = branches(renderer, dialogue)
+        written = trajectories(renderer, dialogue)
     except SessionError as error:
         return RestoredRow(fields={}, fidelity=Fidelity.REFUSED, detail=error.message)
     except UnusableRowError as error:
         return RestoredRow(fields={}, fidelity=Fidelity.REFUSED, detail=error.reason)
     return RestoredRow(
         fields=fields,
-        fidelity=_compare(renderer, branch, written),
-        prompt_messages=branch.prompt_messages,
+        fidelity=_compare(renderer, trajectory, written),
+        prompt_messages=trajectory.prompt_messages,
         dialogue=dialogue,
         num_samples=len(written),
     )
@@ -121,7 +121,7 @@ def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] |
     that can be written. None if the two do not answer the same prompt with the same
     tools, or if a row of pairs would train another part of them than `chosen` and
     `rejected` do."""
-    if _prompt_of(chosen) != _prompt_of(rejected):
+    if _first_prompt(chosen) != _first_prompt(rejected):
         return None
     fields: dict[str, Json] = {
         "prompt": _without_weights(chosen, 0, chosen.prompt_messages)
@@ -152,7 +152,7 @@ def fits_pair(row: RestoredRow) -> bool:
     )
 
 
-def _prompt_of(row: RestoredRow) -> Prompt | None:
+def _first_prompt(row: RestoredRow) -> Prompt | None:
     """Return the prompt of the first reply; None for a row that cannot be written."""
     if row.dialogue is None:
         return None
@@ -161,16 +161,16 @@ def _prompt_of(row: RestoredRow) -> Prompt | None:
     return Prompt(messages=messages, tools=prompt.tools, thinking=prompt.thinking)
 
 
-def _obstacle(branch: RecordedBranch) -> Fidelity | None:
+def _unwritable_reason(trajectory: RecordedTrajectory) -> Fidelity | None:
     """Return the reason that no row can be written, as far as it is known without a
     template."""
-    if not branch.messages:
+    if not trajectory.messages:
         return Fidelity.UNRECORDED
-    if branch.messages[0].role == "text":
+    if trajectory.messages[0].role == "text":
         return Fidelity.COMPLETIONS
-    if not branch.finished:
+    if not trajectory.finished:
         return Fidelity.UNFINISHED
-    if branch.cut:
+    if trajectory.cut:
         return Fidelity.CUT
     return None
 
@@ -178,13 +178,15 @@ def _obstacle(branch: RecordedBranch) -> Fidelity | None:
 # ----------------------------------------------------------------- fields
 
 
-def _row_fields(branch: RecordedBranch, thinking: bool | None) -> dict[str, Json]:
+def _row_fields(
+    trajectory: RecordedTrajectory, thinking: bool | None
+) -> dict[str, Json]:
     messages: list[Json] = []
-    for place, message in enumerate(branch.messages):
-        messages.append(_message_fields(message, trained=place in branch.replies))
+    for place, message in enumerate(trajectory.messages):
+        messages.append(_message_fields(message, trained=place in trajectory.replies))
     fields: dict[str, Json] = {"messages": messages}
-    if branch.tools:
-        fields["tools"] = [_tool_fields(tool) for tool in branch.tools]
+    if trajectory.tools:
+        fields["tools"] = [_tool_fields(tool) for tool in trajectory.tools]
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     return fields
@@ -231,14 +233,14 @@ def _without_weights(row: RestoredRow, begin: int, end: int | None) -> list[Json
     return without
 
 
-def _thinking(renderer: Renderer, branch: RecordedBranch) -> bool | None:
+def _thinking(renderer: Renderer, trajectory: RecordedTrajectory) -> bool | None:
     """Return the client's choice: the first with which the template writes the recorded
     prompt. None, the template's default, if there is no such choice. Raises
     SessionError."""
-    messages = branch.messages[: branch.prompt_messages]
-    recorded = branch.prompt_ids_T.tolist()
+    messages = trajectory.messages[: trajectory.prompt_messages]
+    recorded = trajectory.prompt_ids_T.tolist()
     for thinking in _THINKING_CHOICES:
-        prompt = Prompt(messages=messages, tools=branch.tools, thinking=thinking)
+        prompt = Prompt(messages=messages, tools=trajectory.tools, thinking=thinking)
         if renderer.encode(renderer.text(prompt)) == recorded:
             return thinking
     return None
@@ -256,38 +258,45 @@ class _Stretch:
 
 
 def _compare(
-    renderer: Renderer, branch: RecordedBranch, written: Sequence[Branch]
+    renderer: Renderer,
+    trajectory: RecordedTrajectory,
+    written: Sequence[TokenizedTrajectory],
 ) -> Fidelity:
     if len(written) == 1:
         row = written[0]
-        same_tokens = np.array_equal(row.tokens_T, branch.tokens_T)
-        if same_tokens and np.array_equal(row.trained_T, branch.trained_T):
+        same_tokens = np.array_equal(row.tokens_T, trajectory.tokens_T)
+        if same_tokens and np.array_equal(row.trained_T, trajectory.trained_T):
             return Fidelity.SAME_TOKENS
         if _stretches(renderer, row.tokens_T, row.trained_T) == _stretches(
-            renderer, branch.tokens_T, branch.trained_T
+            renderer, trajectory.tokens_T, trajectory.trained_T
         ):
             return Fidelity.SAME_TEXT
-    if not _ends_turns(renderer, branch):
+    if not _ends_turns(renderer, trajectory):
         return Fidelity.UNENDED
     written_replies: list[str] = []
     for row in written:
         written_replies += _replies(renderer, row.tokens_T, row.trained_T)
-    recorded_replies = _replies(renderer, branch.tokens_T, branch.trained_T)
+    recorded_replies = _replies(renderer, trajectory.tokens_T, trajectory.trained_T)
     for place, of_row, recorded in zip(
-        branch.replies, written_replies, recorded_replies, strict=False
+        trajectory.replies, written_replies, recorded_replies, strict=False
     ):
         if of_row != recorded:
             return (
-                Fidelity.CALLS if branch.messages[place].tool_calls else Fidelity.REPLY
+                Fidelity.CALLS
+                if trajectory.messages[place].tool_calls
+                else Fidelity.REPLY
             )
     return Fidelity.CONTEXT
 
 
-def _ends_turns(renderer: Renderer, branch: RecordedBranch) -> bool:
+def _ends_turns(renderer: Renderer, trajectory: RecordedTrajectory) -> bool:
     """Whether the last id of each trained stretch ends a turn."""
-    ends = np.flatnonzero(branch.trained_T & ~np.append(branch.trained_T[1:], False))
+    ends = np.flatnonzero(
+        trajectory.trained_T & ~np.append(trajectory.trained_T[1:], False)
+    )
     return all(
-        renderer.is_closed([token_id]) for token_id in branch.tokens_T[ends].tolist()
+        renderer.is_closed([token_id])
+        for token_id in trajectory.tokens_T[ends].tolist()
     )
 
 

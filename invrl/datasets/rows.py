@@ -83,7 +83,7 @@ def unusable_row(
     )
 
 
-def kind_of_file(field: str, file: str) -> Kind:
+def data_file_kind(field: str, file: str) -> Kind:
     """Return the kind that the fields of the first row imply. Raises ConfigError if it
     cannot be read."""
     _, first = read_rows(field, file, of="rows", each="row")[0]
@@ -124,7 +124,7 @@ def _dialogue(fields: Fields, kind: Kind) -> Dialogue:
             )
     else:
         _refuse_fields(fields, kind)
-    _check_said(messages, trained)
+    _check_assistant_text(messages, trained)
     return Dialogue(prompt=_prompt(fields, messages), trained=trained)
 
 
@@ -159,7 +159,7 @@ def _pair(fields: Fields) -> tuple[Dialogue, Dialogue]:
         if not trained:
             reason = f"`{name}` has no message of the assistant behind what both sides begin with"
             _refuse(reason, "let each side end with a reply of its own")
-        _check_said(messages, trained)
+        _check_assistant_text(messages, trained)
         sides.append(Dialogue(prompt=_prompt(fields, messages), trained=trained))
     return sides[0], sides[1]
 
@@ -299,7 +299,7 @@ def _assistant_turns(messages: Sequence[Message], *, after: int = 0) -> tuple[in
     )
 
 
-def _check_said(messages: Sequence[Message], trained: Sequence[int]) -> None:
+def _check_assistant_text(messages: Sequence[Message], trained: Sequence[int]) -> None:
     for place in trained:
         message = messages[place]
         if not message.characters:

@@ -20,9 +20,9 @@ from typing import Literal
 
 import numpy as np
 
-from invrl.datasets.branches import Branch, branches
 from invrl.datasets.config import Kind
 from invrl.datasets.rows import DataRow
+from invrl.datasets.trajectories import TokenizedTrajectory, trajectories
 from invrl.errors import UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.batches import TrainBatch, TrainSample
@@ -46,9 +46,9 @@ class RowTokenizer:
     def samples(self, row: DataRow, epoch: int = 0) -> list[TrainSample]:
         """Return the samples of a row in one pass over the file; none if it is too long
         and skipped. Raises UnusableRowError."""
-        sides: list[list[Branch]] = []
+        sides: list[list[TokenizedTrajectory]] = []
         for dialogue in row.sides:
-            of_side = branches(self.renderer, dialogue)
+            of_side = trajectories(self.renderer, dialogue)
             if self.kind != "conversations" and len(of_side) > 1:
                 reason = (
                     f"the chat template writes the history anew for each of {len(of_side)} replies, and this "
@@ -72,33 +72,33 @@ class RowTokenizer:
             begin = end
         return "".join(parts)
 
-    def _fitting(self, of_side: list[Branch]) -> list[Branch]:
+    def _fitting(self, of_side: list[TokenizedTrajectory]) -> list[TokenizedTrajectory]:
         """Leave out what is too long."""
-        fitting: list[Branch] = []
-        for branch in of_side:
-            num_tokens = len(branch.tokens_T)
+        fitting: list[TokenizedTrajectory] = []
+        for trajectory in of_side:
+            num_tokens = len(trajectory.tokens_T)
             if num_tokens <= self.max_tokens:
-                fitting.append(branch)
+                fitting.append(trajectory)
             elif self.overlong == "refuse":
                 reason = (
                     f"it has {num_tokens} tokens, and {self.max_tokens} are the most"
                 )
-                fix = "shorten it, raise --max-row-tokens, or set --data.overlong skip or truncate"
+                fix = "shorten it, raise --max-sample-tokens, or set --data.overlong skip or truncate"
                 raise UnusableRowError(reason, fix)
             elif (
                 self.overlong == "truncate"
-                and branch.trained_T[: self.max_tokens].any()
+                and trajectory.trained_T[: self.max_tokens].any()
             ):
                 cut = replace(
-                    branch,
-                    tokens_T=branch.tokens_T[: self.max_tokens],
-                    trained_T=branch.trained_T[: self.max_tokens],
+                    trajectory,
+                    tokens_T=trajectory.tokens_T[: self.max_tokens],
+                    trained_T=trajectory.trained_T[: self.max_tokens],
                 )
                 fitting.append(cut)
         return fitting
 
     def _label(
-        self, row: DataRow, sides: list[list[Branch]], name: str
+        self, row: DataRow, sides: list[list[TokenizedTrajectory]], name: str
     ) -> Iterator[TrainSample]:
         """Label the samples; `name` identifies the row in this pass."""
         if self.kind == "pairs":
@@ -113,19 +113,23 @@ class RowTokenizer:
         numbers = {}
         if row.label is not None:
             numbers = {DESIRABLE: float(row.label)}
-        for branch in sides[0]:
-            yield _sample(branch, group=name, rollout=name, numbers=numbers)
+        for trajectory in sides[0]:
+            yield _sample(trajectory, group=name, rollout=name, numbers=numbers)
 
 
 def _sample(
-    branch: Branch, *, group: str, rollout: str, numbers: dict[str, float]
+    trajectory: TokenizedTrajectory,
+    *,
+    group: str,
+    rollout: str,
+    numbers: dict[str, float],
 ) -> TrainSample:
-    num_tokens = len(branch.tokens_T)
+    num_tokens = len(trajectory.tokens_T)
     return TrainSample(
-        tokens_T=branch.tokens_T,
-        loss_mask_T=branch.trained_T,
+        tokens_T=trajectory.tokens_T,
+        loss_mask_T=trajectory.trained_T,
         rollout_logprobs_T=np.zeros(num_tokens, np.float32),
-        versions_T=np.where(branch.trained_T, 0, -1).astype(np.int32),
+        versions_T=np.where(trajectory.trained_T, 0, -1).astype(np.int32),
         reward=0.0,
         temperature=1.0,
         group_id=group,
@@ -136,7 +140,7 @@ def _sample(
     )
 
 
-def batch_of(samples: list[TrainSample], *, step: int) -> TrainBatch:
+def make_step_batch(samples: list[TrainSample], *, step: int) -> TrainBatch:
     """Return the batch that makes `step`."""
     return TrainBatch(
         batch_id=step,

@@ -15,7 +15,7 @@ from invrl.families.model_config import (
 )
 from invrl.families.parameter import layer_parameter
 from invrl.families.refusal import refused
-from invrl.families.rope import Rope, rope_fields, rope_of
+from invrl.families.rope import Rope, build_rope, rope_fields
 from invrl.types.tasks import Json
 
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -101,8 +101,8 @@ def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
     local = dict(config)
     local["rope_theta"] = config.get("rope_local_base_freq")
     return (
-        rope_of(without_window, config, default_theta=_GLOBAL_THETA),
-        rope_of(
+        build_rope(without_window, config, default_theta=_GLOBAL_THETA),
+        build_rope(
             rope_fields(by_kind, "sliding_attention"),
             local,
             default_theta=_LOCAL_THETA,

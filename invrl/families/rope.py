@@ -97,7 +97,7 @@ def read_rope(config: Mapping[str, Json]) -> Rope:
     """Read the rotary positions of a config.json, in the form of transformers 4
     (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Raises ConfigError for a
     scaling that is not computed or incomplete."""
-    return rope_of(_parameters(config), config, default_theta=10000.0)
+    return build_rope(_parameters(config), config, default_theta=10000.0)
 
 
 def partial_rotary(config: Mapping[str, Json]) -> dict[str, Json]:
@@ -125,7 +125,7 @@ def rope_fields(config: Mapping[str, Json], name: str) -> Mapping[str, Json]:
     return fields
 
 
-def rope_of(
+def build_rope(
     parameters: Mapping[str, Json], config: Mapping[str, Json], *, default_theta: float
 ) -> Rope:
     """Build a rope from its fields in config.json. Missing ones come from `config`

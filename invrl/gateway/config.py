@@ -56,7 +56,7 @@ class SessionPolicy(Section):
     )
     end_grace_s: NonNegativeFloat = Field(
         5.0,
-        description="seconds for which outside environments are told that the run has ended",
+        description="seconds for which external environments are told that the run has ended",
     )
     lease_timeout_s: PositiveFloat = Field(
         60.0, description="until a lease without a session is void"

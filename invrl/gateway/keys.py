@@ -17,7 +17,7 @@ KEY_PREFIX = "isk-"
 _CODE_BYTES = 12
 
 
-def keys_of_request(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
+def request_keys(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
     """Return every key that a request carries: in the path, as bearer, as x-api-key.
     With a key in the path, only session keys in the headers count, because agents send
     some placeholder there."""
@@ -38,7 +38,7 @@ def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def hash_of_same_key(keys: Sequence[str]) -> bytes:
+def single_key_hash(keys: Sequence[str]) -> bytes:
     """Return the hash of the key that a request carries. Raises SessionError 401 if it
     carries none, or two that differ."""
     hashes = [hash_key(key) for key in keys]

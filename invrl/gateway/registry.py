@@ -22,12 +22,12 @@ from invrl.errors import SessionError
 from invrl.gateway.keys import (
     KEY_PREFIX,
     hash_key,
-    hash_of_same_key,
     signed_key,
+    single_key_hash,
     unauthorized,
 )
 from invrl.gateway.session_record import LastHeard, SessionRecord
-from invrl.host.processes.lived_time import LivedTime
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.store.rows import RewardDeadline, SessionState
 from invrl.types.extra_columns import ExtraNumbers
 from invrl.types.fields import field_values
@@ -58,7 +58,7 @@ class WorkerPlace:
     )
     """Number of open sessions of each worker (uint64), in shared memory."""
     starts: int = 1
-    lived_time: LivedTime = field(default_factory=LivedTime)
+    awake_time: AwakeClock = field(default_factory=AwakeClock)
     """Continues when the worker is replaced."""
 
     @property
@@ -115,7 +115,7 @@ class SessionRegistry:
         self._incarnation = incarnation
         self._recall_closed = recall_closed
         self._worker = place or WorkerPlace()
-        self.lived_time = self._worker.lived_time
+        self.awake_time = self._worker.awake_time
         """Clock of the times to live and the deadlines of sessions."""
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
@@ -158,7 +158,7 @@ class SessionRegistry:
                     session=session,
                     key_hash=hash_key(session.key),
                     opened_at=opened_at,
-                    lived_at_opening=now,
+                    awake_at_opening=now,
                 )
             )
         self.restore(records)
@@ -210,7 +210,7 @@ class SessionRegistry:
                 record.parent = parent
                 record.last_heard = parent.last_heard
             else:
-                last_heard = LastHeard(self.lived_time.now)
+                last_heard = LastHeard(self.awake_time.now)
                 record.last_heard = last_heard_of_group.setdefault(
                     session.group_id, last_heard
                 )
@@ -236,7 +236,7 @@ class SessionRegistry:
         """Return the open session that all of `keys` name. Raises SessionError 401 if
         there is no key, if it is unknown or its session is closed, or if two keys
         differ; 410 if the run has ended."""
-        key_hash = hash_of_same_key(keys)
+        key_hash = single_key_hash(keys)
         record = self._find(self._by_key, key_hash)
         if record is None or not hmac.compare_digest(record.key_hash, key_hash):
             raise unauthorized("unknown session key")
@@ -330,7 +330,9 @@ class SessionRegistry:
     def expired(self, now: float) -> list[SessionRecord]:
         """Return open sessions past their time to live, and unrewarded ones past their
         reward's deadline. `now` is in lived seconds."""
-        return [record for record in self._open.values() if now > self._end_of(record)]
+        return [
+            record for record in self._open.values() if now > self._expiry_s(record)
+        ]
 
     def open_records(self) -> list[SessionRecord]:
         """Return sessions that can be called, including children."""
@@ -392,11 +394,11 @@ class SessionRegistry:
             del self._by_id[oldest_id]
             del self._by_key[oldest.key_hash]
 
-    def _end_of(self, record: SessionRecord) -> float:
+    def _expiry_s(self, record: SessionRecord) -> float:
         """Return the lived seconds at which the session expires."""
         if record.reward_deadline is not None:
-            return record.reward_deadline.lived_s
-        return record.lived_at_opening + min(
+            return record.reward_deadline.awake_s
+        return record.awake_at_opening + min(
             self._ttl_s, record.session.limits.timeout_s
         )
 

@@ -280,7 +280,7 @@ class Node:
         return ids
 
 
-class AnswerStart(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseStart(msgspec.Struct, frozen=True, kw_only=True):
     """Data of an answer before its first token."""
 
     turn_id: str

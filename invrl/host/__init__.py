@@ -40,7 +40,7 @@ or of what it calls           supervisor. It covers the installation too, before
 ============================  ======================================================================
 
 A process that hangs is found by its silence, which is measured by
-`lived_time.Stopwatch`: a driver's in its `lifeline.py`, Ray's own processes' by
+`awake_time.Stopwatch`: a driver's in its `lifeline.py`, Ray's own processes' by
 `ray_watch.py`, an actor's by `actor_heartbeat.py`, a gateway process's in the gateway's
 `heartbeat_page.py`. Engines and the router, which are not our code, are polled over
 HTTP (`engines/fleet/engine_health.py`).

@@ -63,7 +63,7 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
     step."""
     all_steps: list[int] = []
     for path in sorted(folder.glob("step-*.batch")):
-        step = _step_of(path)
+        step = _step_in_name(path)
         if step is None or path != batch_path(folder, step):
             reason = f"{path.name} is not the name of a step's batch"
             fix = f"move it away: batches are named {batch_path(folder, 1).name} and so on"
@@ -79,19 +79,19 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
     return steps
 
 
-def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
+def rename_lost_batches(folder: Path, *, after_step: int) -> list[Path]:
     """Rename the batches of steps after `after_step`, which a run resumes from, and
     return their new paths. They were trained in an incarnation that is lost. Their
     names end in `.lost`, so that nothing mistakes them for batches of the run."""
     lost_paths = []
     for path in sorted(folder.glob("step-*.batch")):
-        step = _step_of(path)
+        step = _step_in_name(path)
         if step is not None and step > after_step:
             lost_paths.append(path.replace(path.with_name(f"{path.name}.lost")))
     return lost_paths
 
 
-def _step_of(path: Path) -> int | None:
+def _step_in_name(path: Path) -> int | None:
     """Return the step in the name of a batch file; None without a number."""
     number = path.stem.removeprefix("step-")
     if not number.isdecimal():

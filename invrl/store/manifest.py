@@ -54,7 +54,7 @@ def write_manifest(folder: Path, written: FileEntries) -> None:
     unread = [name for name in names if name not in written]
     with _reader() as reader:
         entries = list(
-            reader.threads.map(reader.entry_of, [folder / name for name in unread])
+            reader.threads.map(reader.hash_file, [folder / name for name in unread])
         )
     read = dict(zip(unread, entries, strict=True))
     files = {name: read.get(name) or written[name] for name in names}
@@ -130,7 +130,7 @@ class _Reader:
     threads: ThreadPoolExecutor
     stopped: threading.Event = field(default_factory=threading.Event)
 
-    def entry_of(self, path: Path) -> FileEntry:
+    def hash_file(self, path: Path) -> FileEntry:
         """Return size and checksum of a file. Raises OSError; _Stopped once `stopped`
         is set."""
         import xxhash
@@ -150,7 +150,7 @@ class _Reader:
     def compare(self, path: Path, expected: FileEntry) -> DamagedFileError | None:
         """Describe how the file differs from its entry; None if it does not."""
         try:
-            entry = self.entry_of(path)
+            entry = self.hash_file(path)
         except FileNotFoundError:
             return DamagedFileError(path, "it is missing")
         except OSError as error:

@@ -13,7 +13,7 @@ import msgspec
 ADD_CHECKSUM = "INSERT OR REPLACE INTO checksums VALUES (?,?)"
 
 
-def checksum_of(*values: object) -> bytes:
+def row_checksum(*values: object) -> bytes:
     """Hash the values of one row, as SQLite stores them."""
     import xxhash
 
@@ -52,7 +52,7 @@ def whole_outcome(copies: Sequence[bytes], checksum: bytes | None) -> bytes | No
     if checksum is None:
         return copies[0]
     for copy in copies:
-        if checksum_of(copy) == checksum:
+        if row_checksum(copy) == checksum:
             return copy
     if len(copies) == 2 and copies[0] == copies[1]:
         return copies[0]

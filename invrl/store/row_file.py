@@ -12,7 +12,7 @@ import orjson
 
 from invrl.errors import ConfigError
 from invrl.types.tasks import Json
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 Rows = list[tuple[int, dict[str, Json]]]
 """Number (from 1) and fields of each non-blank line of a JSONL file, or row of a
@@ -43,7 +43,7 @@ def read_rows(field: str, file: str, *, of: str, each: str) -> Rows:
         ImportError,
     ) as error:  # pyarrow raises all of these
         raise ConfigError(
-            field, file, f"cannot be read: {error}", fix_of_path(Path(file), fix)
+            field, file, f"cannot be read: {error}", path_fix(Path(file), fix)
         ) from error
     if not rows:
         raise ConfigError(field, file, f"has no {of}", fix)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from invrl.store.row_checksums import checksum_of
+from invrl.store.row_checksums import row_checksum
 from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.sessions import Reward, Sampling, Session, SessionLimits
@@ -55,7 +55,7 @@ them.)"""
 class RewardDeadline:
     """Deadline of a finished session's reward."""
 
-    lived_s: float
+    awake_s: float
     """Lived time of its gateway worker; this is what counts."""
     unix_s: float
     """Time that its environment was told."""
@@ -72,7 +72,7 @@ class StoredSession:
     key_hash: bytes
     opened_at: float
     """Unix seconds."""
-    lived_at_opening: float = 0.0
+    awake_at_opening: float = 0.0
     """Lived seconds of its gateway worker. Read from the store for live sessions
     only."""
     state: SessionState = "open"
@@ -109,7 +109,7 @@ def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> b
         for name, value in zip(_TURN_FIELDS, row, strict=True)
         if name != "delivered"
     ]
-    return checksum_of(*fixed, messages, tools_digest)
+    return row_checksum(*fixed, messages, tools_digest)
 
 
 def turn_from_row(row: Sequence[Any]) -> Turn:

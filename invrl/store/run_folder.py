@@ -173,8 +173,8 @@ class RunFolder:
         is copied before it is rewritten."""
         rows = read_metrics(self.metrics_path)
         findings = [
-            self._damage_of_metrics(len(rows), step),
-            self._cuts_of_metrics(rows, step),
+            self._metrics_damage(len(rows), step),
+            self._metrics_cuts(rows, step),
         ]
         lines = [
             json.dumps(row) + "\n" for row in rows if int(row["step"] or 0) <= step
@@ -182,7 +182,7 @@ class RunFolder:
         write_atomically(self.metrics_path, "".join(lines))
         return "; ".join(finding for finding in findings if finding)
 
-    def _cuts_of_metrics(self, rows: Sequence[MetricsRow], step: int) -> str:
+    def _metrics_cuts(self, rows: Sequence[MetricsRow], step: int) -> str:
         """Describe the steps whose rows an existing file lacks or loses: "" if it ends
         with `step`."""
         if not self.metrics_path.exists():
@@ -195,7 +195,7 @@ class RunFolder:
             return f"rows of steps {step + 1} to {last_step} are cut from {self.metrics_path.name}"
         return ""
 
-    def _damage_of_metrics(self, num_rows: int, step: int) -> str:
+    def _metrics_damage(self, num_rows: int, step: int) -> str:
         """Describe damage of metrics.jsonl, of which `num_rows` lines could be read; ""
         if there is none."""
         if not self.metrics_path.exists():

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from invrl.errors import DamagedFileError
 from invrl.host.output.traces import SpanPlace
 from invrl.store.row_checksums import (
-    checksum_of,
     delivered_item,
     experts_item,
     numbers_item,
+    row_checksum,
     top_item,
     turn_item,
     whole_outcome,
@@ -206,7 +206,7 @@ class SilentSession:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitsOutside:
+class ExternalWaits:
     """Work that a run awaits from environments that it did not start."""
 
     offered: int
@@ -329,7 +329,7 @@ class RunStore:
             rows += self._db.execute(_WHOLE_TURNS, (member_id,)).fetchall()
         untested: dict[str, bytes] = {}
         if checksum is not None:
-            untested = self._checksums_of_turns([turn_id for turn_id, *_ in rows])
+            untested = self._turn_checksums([turn_id for turn_id, *_ in rows])
         turns: list[Turn] = []
         for *turn_row, messages, tools_digest in rows:
             turn_id = turn_row[0]
@@ -342,9 +342,9 @@ class RunStore:
                 ):
                     raise self._damaged(f"turn {turn_id} of session {turn_row[1]}")
             turns.append(turn_from_row(turn_row))
-        return Rollout(summary=summary, trajectories=branches(turns)), untested
+        return Rollout(summary=summary, trajectories=trajectories(turns)), untested
 
-    def _checksums_of_turns(self, turn_ids: Sequence[str]) -> dict[str, bytes]:
+    def _turn_checksums(self, turn_ids: Sequence[str]) -> dict[str, bytes]:
         """Return the checksums of these turns and of what was recorded with them, by
         item."""
         names = json.dumps(turn_ids)
@@ -370,7 +370,7 @@ class RunStore:
         has_checksums = bool(untested)
 
         def check(item: str, *values: object) -> None:
-            if has_checksums and untested.pop(item, None) != checksum_of(*values):
+            if has_checksums and untested.pop(item, None) != row_checksum(*values):
                 raise self._damaged(item)
 
         with_tokens = replace(
@@ -473,9 +473,9 @@ class RunStore:
             times = self._db.execute(_SESSION_TIMES, (session.session.id,)).fetchone()
             if times is None:
                 continue
-            session.lived_at_opening, lived_s, unix_s = times
-            if lived_s is not None:
-                session.reward_deadline = RewardDeadline(lived_s=lived_s, unix_s=unix_s)
+            session.awake_at_opening, awake_s, unix_s = times
+            if awake_s is not None:
+                session.reward_deadline = RewardDeadline(awake_s=awake_s, unix_s=unix_s)
         return sessions
 
     def open_sessions(self, group_id: str) -> list[Session]:
@@ -514,7 +514,7 @@ class RunStore:
 
     # ---------------------------------------------------------------- running rollouts
 
-    def waits_outside(self, group_id: str, now: float) -> WaitsOutside:
+    def external_waits(self, group_id: str, now: float) -> ExternalWaits:
         """Return what environments that we did not start hold of the run's leases, and
         the open sessions of this group. `now` is in Unix seconds."""
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
@@ -523,7 +523,7 @@ class RunStore:
             SilentSession(session_id=session_id, silent_s=max(now - last_sign, 0.0))
             for session_id, last_sign in self._db.execute(_SILENT_SESSIONS, (group_id,))
         )
-        return WaitsOutside(offered=offered, leased=leased, sessions=sessions)
+        return ExternalWaits(offered=offered, leased=leased, sessions=sessions)
 
     def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
         """Return the running rollouts of these groups that have a committed, delivered
@@ -552,7 +552,7 @@ class RunStore:
         return session_from_row(row, rewards, numbers)
 
 
-def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
+def trajectories(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
     """Return root-to-leaf paths through the turns of sessions, in the order of their
     leaves. Aborted and undelivered turns are included; the reader decides what may be
     trained."""

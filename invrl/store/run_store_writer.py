@@ -30,11 +30,11 @@ from invrl.host.files.disk import full_disk, is_full
 from invrl.host.output.traces import SpanPlace
 from invrl.store.row_checksums import (
     ADD_CHECKSUM,
-    checksum_of,
     delivered_item,
     experts_item,
     numbers_item,
     outcome_item,
+    row_checksum,
     top_item,
     turn_item,
 )
@@ -145,7 +145,7 @@ class RunStoreWriter:
             insert = f"INSERT INTO sessions ({OPENED_COLUMNS}, key_hash) VALUES ({marks}, {key_hash})"
             statements.append((insert, (*opened, record.key_hash, *claim)))
             add_times = "INSERT INTO session_times (session_id, opened) VALUES (?,?)"
-            statements.append((add_times, (session.id, record.lived_at_opening)))
+            statements.append((add_times, (session.id, record.awake_at_opening)))
             if leased:
                 statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)
@@ -188,13 +188,15 @@ class RunStoreWriter:
             of_experts = experts_values(turn.id, experts_TLK)
             statements.append((add_experts, of_experts))
             statements.append(
-                (ADD_CHECKSUM, (experts_item(turn.id), checksum_of(*of_experts)))
+                (ADD_CHECKSUM, (experts_item(turn.id), row_checksum(*of_experts)))
             )
         if top is not None:
             add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
             of_top = top_values(turn.id, top)
             statements.append((add_top, of_top))
-            statements.append((ADD_CHECKSUM, (top_item(turn.id), checksum_of(*of_top))))
+            statements.append(
+                (ADD_CHECKSUM, (top_item(turn.id), row_checksum(*of_top)))
+            )
         if trace is not None:
             add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
             statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
@@ -254,7 +256,7 @@ class RunStoreWriter:
                 content = np.asarray(numbers_T, np.float32).tobytes()
                 statements.append((add_numbers, (turn_id, name, content)))
                 statements.append(
-                    (ADD_CHECKSUM, (numbers_item(turn_id, name), checksum_of(content)))
+                    (ADD_CHECKSUM, (numbers_item(turn_id, name), row_checksum(content)))
                 )
         return self._submit(statements)
 
@@ -265,7 +267,7 @@ class RunStoreWriter:
         return self._submit(
             [
                 (sql, (deadline.unix_s, session_id)),
-                (set_time, (deadline.lived_s, session_id)),
+                (set_time, (deadline.awake_s, session_id)),
             ]
         )
 
@@ -280,7 +282,7 @@ class RunStoreWriter:
         statements: list[_Statement] = [
             (sql, (state, body, session_id)),
             (forget_times, (session_id,)),
-            (ADD_CHECKSUM, (outcome_item(session_id), checksum_of(body))),
+            (ADD_CHECKSUM, (outcome_item(session_id), row_checksum(body))),
         ]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)

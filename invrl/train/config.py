@@ -35,7 +35,7 @@ class TrainConfig(Section):
     context_parallel_size: PositiveInt = Field(
         1,
         description="ranks that divide the tokens of one micro-batch, which may hold as many times "
-        "max_tokens_per_microbatch",
+        "max_tokens_per_micro_batch",
     )
     pipeline_model_parallel_size: PositiveInt = Field(
         1,
@@ -102,12 +102,12 @@ class TrainConfig(Section):
         description="optimizer steps in a row that may be skipped because the loss or the gradient is NaN or "
         "infinite; the last of them ends the run",
     )
-    max_tokens_per_microbatch: PositiveInt = Field(
+    max_tokens_per_micro_batch: PositiveInt = Field(
         4096,
         description="packed tokens of one micro-batch, on each context-parallel rank; a longer conversation "
         "is a micro-batch alone",
     )
-    max_row_tokens: PositiveInt | None = Field(
+    max_sample_tokens: PositiveInt | None = Field(
         None,
         description="tokens of a conversation in a training run: a longer one is refused while it is "
         "sampled; left out: as many as the engines take",
@@ -148,10 +148,10 @@ class TrainConfig(Section):
     )
 
     @property
-    def microbatch_tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Maximum number of packed tokens of a micro-batch of several rows, on all
         context-parallel ranks together."""
-        return self.max_tokens_per_microbatch * self.context_parallel_size
+        return self.max_tokens_per_micro_batch * self.context_parallel_size
 
     @property
     def records_experts(self) -> bool:

@@ -104,7 +104,7 @@ class ParallelLayout:
         loss and log-probs."""
         return self.replica(data)[-1]
 
-    def layers_of(self, pipeline: int, num_layers: int) -> Sequence[range]:
+    def stage_layers(self, pipeline: int, num_layers: int) -> Sequence[range]:
         """Return the layers of each chunk of a pipeline stage."""
         sizes = [
             layers // self.virtual_pipeline
@@ -121,7 +121,7 @@ class ParallelLayout:
         return {
             len(chunk)
             for stage in range(self.pipeline)
-            for chunk in self.layers_of(stage, num_layers)
+            for chunk in self.stage_layers(stage, num_layers)
         }
 
     def _layers_by_stage(self, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a step trains: the groups taken from the buffer, and the rows made of them."""
+"""What a step trains: the groups taken from the buffer, and the samples made of them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class TrainedCounts:
     """Trained tokens by group id."""
     group_of_rollout: Mapping[str, str]
     """Rollout id -> group id."""
-    rows: int
+    samples: int
     solved_tokens: int = 0
     """Tokens of samples whose number `solved` is 1."""
 
@@ -124,13 +124,13 @@ class TrainedCounts:
         tokens_of_rollout: dict[str, int] = {}
         tokens_of_group: dict[str, int] = {}
         group_of_rollout: dict[str, str] = {}
-        rows = 0
+        num_samples = 0
         solved_tokens = 0
         for sample in samples:
             num_trained = int(sample.loss_mask_T.sum())
             if num_trained == 0:
                 continue
-            rows += 1
+            num_samples += 1
             solved_tokens += (
                 num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
             )
@@ -145,7 +145,7 @@ class TrainedCounts:
             tokens_of_rollout=tokens_of_rollout,
             tokens_of_group=tokens_of_group,
             group_of_rollout=group_of_rollout,
-            rows=rows,
+            samples=num_samples,
             solved_tokens=solved_tokens,
         )
 

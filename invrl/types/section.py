@@ -64,7 +64,7 @@ class Section(BaseModel):
         }
 
 
-def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+def section_fields(section: type[Section]) -> dict[str, FieldInfo]:
     """The settings of a section; where it has kinds, those of all of them."""
     fields = dict(section.model_fields)
     for kind in section.kinds.values():
@@ -88,7 +88,7 @@ def present_type(field: FieldInfo) -> Any:
     return present
 
 
-def tables_of(section: type[Section]) -> Mapping[str, type[Section]]:
+def section_tables(section: type[Section]) -> Mapping[str, type[Section]]:
     """The tables of a section, by the names of their fields."""
     tables: dict[str, type[Section]] = {}
     for name, field in section.model_fields.items():

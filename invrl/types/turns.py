@@ -1,4 +1,4 @@
-"""What was sampled: turns, and the branches that they make."""
+"""What was sampled: turns, and the trajectories that they make."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -56,7 +56,7 @@ class Turn:
     """Prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
     """Reason that this turn departs from the recording: it is a further root, or it
-    branches off before a reply that the client replaced. "" for a first turn and for a
+    trajectories off before a reply that the client replaced. "" for a first turn and for a
     turn that continues its parent."""
     started_at: float
     finished_at: float

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from invrl.errors import ConfigError
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 _PREPARE = "give a Hugging Face model folder; `invrl prepare-model` makes one"
 _SAVE_TOKENIZER = (
@@ -157,7 +157,7 @@ def check_is_folder(field: str, given: str, folder: Path) -> None:
     plausible_path = Path(given).expanduser().parent
     if not _HUB_ID.fullmatch(given) or plausible_path.is_dir():
         raise ConfigError(
-            field, given, "no such folder", fix_of_path(Path(given), _PREPARE)
+            field, given, "no such folder", path_fix(Path(given), _PREPARE)
         )
     reason = "no such folder: it looks like the id of a model on a hub, and invrl takes folders"
     fix = f"download it (`hf download {given} --local-dir FOLDER`), and give FOLDER"

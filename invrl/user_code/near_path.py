@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def fix_of_path(path: Path, fix: str, *, names: Iterable[str] = ()) -> str:
+def path_fix(path: Path, fix: str, *, names: Iterable[str] = ()) -> str:
     """Return a fix for a path that does not exist: an existing name with a similar
     spelling, in the folder where the path goes wrong or among `names`, which stand for
     files too; otherwise `fix`."""

@@ -182,7 +182,7 @@ def _find(
     file = ""
     if colon and _is_file_path(module_name):
         file = module_name
-        module_name = _module_of_file(file, attribute, make_error)
+        module_name = _file_module(file, attribute, make_error)
     if not colon or not _all_identifiers(f"{module_name}.{attribute}"):
         raise _malformed(path, built_in_names, make_error)
     module = _import(module_name, attribute, make_error)
@@ -223,7 +223,7 @@ def _suggested_form(path: str) -> str:
     return "module:name"
 
 
-def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
+def _file_module(file: str, attribute: str, make_error: MakeError) -> str:
     """Return the module name under which Python imports the file from the working
     directory.
 

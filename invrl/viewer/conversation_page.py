@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from invrl.buffer.ledger.ledger_store import KeptEntry, ledger_in
+from invrl.buffer.ledger.ledger_store import StoredEntry, ledger_in
 from invrl.errors import RunStoreError
 from invrl.gateway.types import ADVICE, ForkReason, Message
 from invrl.store.rows import StoredSession
@@ -85,7 +85,7 @@ class _DetailReader:
             ) from error
         if session is None:
             return None
-        summary = _summary_of(session)
+        summary = _session_summary(session)
         return {
             "row": self._row,
             "detail": session.outcome.detail
@@ -94,7 +94,7 @@ class _DetailReader:
             "numbers": dict(summary.numbers) if summary else dict(session.numbers),
             "sampling": session.session.sampling,
             "limits": session.session.limits,
-            "rewards": _rewards_of(session),
+            "rewards": _session_rewards(session),
             "ledger": self._ledger(),
             "children": self._children(),
             "group": group,
@@ -146,7 +146,7 @@ class _DetailReader:
         rows: list[Row] = []
         for turn, messages, tools in recorded:
             row = self._turn_row(turn, messages, tools, explanations.get(turn.id))
-            reason = _why_not_trained(
+            reason = _untrained_reason(
                 turn, self._row, in_untrained=turn.id in untrained
             )
             was_trained = None
@@ -399,14 +399,14 @@ def fork_advice(reason: str) -> str:
     return ADVICE[ForkReason(reason)]
 
 
-def _summary_of(session: StoredSession) -> RolloutSummary | None:
+def _session_summary(session: StoredSession) -> RolloutSummary | None:
     outcome = session.outcome
     if isinstance(outcome, FailedRollout):
         return outcome.partial
     return outcome
 
 
-def _rewards_of(session: StoredSession) -> list[Row]:
+def _session_rewards(session: StoredSession) -> list[Row]:
     rows: list[Row] = []
     for of, rewards in (
         ("turn", session.turn_rewards),
@@ -424,7 +424,7 @@ def _rewards_of(session: StoredSession) -> list[Row]:
     return rows
 
 
-def _entry_row(kept: KeptEntry) -> Row:
+def _entry_row(kept: StoredEntry) -> Row:
     entry = kept.entry
     step = None
     if entry.batch_id is not None:
@@ -454,7 +454,7 @@ def _below_untrained_roots(
     return found
 
 
-def _why_not_trained(turn: Turn, row: Row, *, in_untrained: bool) -> str:
+def _untrained_reason(turn: Turn, row: Row, *, in_untrained: bool) -> str:
     """Return the reason; "" if the turn was trained or may still be."""
     if not turn.delivered:
         return "its answer did not reach the agent whole"

@@ -28,7 +28,7 @@ from invrl.viewer.run_pages import (
     metric_names_page,
     metrics_page,
 )
-from invrl.viewer.said_words import SaidWriter
+from invrl.viewer.search_words import SearchTextWriter
 from invrl.viewer.viewed_run import ViewedRun
 
 _ORDERS = ("best", "worst", "surprising", "opened_at")
@@ -118,7 +118,7 @@ def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say)
     total = len(orders[0])
     chosen = _in_turns(orders, count or total)
     tasks: set[str] = set()
-    said = SaidWriter(writer.write, f"runs/{run.id}/said")
+    said = SearchTextWriter(writer.write, f"runs/{run.id}/said")
     for number, session_id in enumerate(chosen, 1):
         detail = rollout_detail(run, session_id, full=True)
         if detail is None:

@@ -110,7 +110,7 @@ def explain_forks(
                 decoded_tools[tools] = tuple(
                     msgspec.json.decode(tools, type=list[Tool])
                 )
-            node = _node_of(turn, messages, decoded_tools[tools], nodes, stops)
+            node = _turn_node(turn, messages, decoded_tools[tools], nodes, stops)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         if node is None:
@@ -128,7 +128,7 @@ def explain_forks(
     return explanations
 
 
-def _node_of(
+def _turn_node(
     turn: Turn,
     encoded: bytes,
     tools: tuple[Tool, ...],
@@ -277,14 +277,15 @@ def _token_change(recorded: Node, node: Node, decode: Decode | None) -> Change |
         max(0, position - _TOKENS_BEFORE), position - _TOKENS_BEFORE + _TOKENS_SHOWN
     )
     texts = [
-        _text_of(ids_T[part_T].tolist(), decode) for ids_T in (recorded_ids, sent_ids)
+        _decode_ids(ids_T[part_T].tolist(), decode)
+        for ids_T in (recorded_ids, sent_ids)
     ]
     return Change(
         message=position, role="", part="tokens", recorded=texts[0], sent=texts[1]
     )
 
 
-def _text_of(ids: list[int], decode: Decode | None) -> str:
+def _decode_ids(ids: list[int], decode: Decode | None) -> str:
     if decode is None:
         return f"ids {' '.join(map(str, ids))}"
     return decode(ids)

@@ -54,7 +54,7 @@ class IndexFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "index.sqlite"
 
-    def open_for(self, identity: str) -> sqlite3.Connection:
+    def open_writer(self, identity: str) -> sqlite3.Connection:
         """Open a connection that writes. `identity`: of the run; another run's index is
         removed first."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,11 +65,11 @@ class IndexFile:
         except sqlite3.DatabaseError:
             pass  # no tables yet, or a damaged file
         db.close()
-        return self.made_anew(identity)
+        return self.recreate(identity)
 
-    def made_anew(self, identity: str) -> sqlite3.Connection:
+    def recreate(self, identity: str) -> sqlite3.Connection:
         """Make a new index, for a run that no longer fits the old one, and open it as
-        `open_for` does."""
+        `open_writer` does."""
         for ending in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
         db = self._opened()
@@ -142,7 +142,7 @@ def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
     db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))
 
 
-def rollout_of(db: sqlite3.Connection, session_id: str) -> int | None:
+def session_rollout(db: sqlite3.Connection, session_id: str) -> int | None:
     """Return the row of the rollout that a session belongs to."""
     sql = "SELECT id FROM rollouts WHERE session_id=? UNION ALL SELECT rollout FROM children WHERE session_id=?"
     row = db.execute(sql, (session_id, session_id)).fetchone()

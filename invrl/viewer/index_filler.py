@@ -1,6 +1,6 @@
 """Fills the index of a run from its store, in batches, whenever the store has grown.
 
-Sessions are followed by their rows, turns by `seq`. `indexed_fates.py` adds the fates
+Sessions are followed by their rows, turns by `seq`. `indexed_ledger.py` adds the fates
 of rollouts, `indexed_training.py` the training of their tokens.
 """
 
@@ -27,10 +27,10 @@ from invrl.viewer.index_file import (
     TURN_BITS,
     meta_number,
     meta_text,
-    rollout_of,
+    session_rollout,
     set_meta,
 )
-from invrl.viewer.indexed_fates import IndexedFates
+from invrl.viewer.indexed_ledger import IndexedLedger
 from invrl.viewer.indexed_training import IndexedTraining
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Progress:
         )
 
 
-def identity_of(store: sqlite3.Connection, version: int) -> str:
+def read_identity(store: sqlite3.Connection, version: int) -> str:
     """Return the identity of the run in the store, which differs from that of another
     run at the same path."""
     first_session = store.execute(
@@ -92,7 +92,7 @@ def identity_of(store: sqlite3.Connection, version: int) -> str:
     return json.dumps([version, first_session, first_start])
 
 
-def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
+def read_progress(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
     """Return how much of the store the index holds."""
     [rollouts] = store.execute(
         "SELECT COALESCE(MAX(rowid), 0) FROM sessions"
@@ -122,7 +122,7 @@ class IndexFiller:
         trained_tokens: Path,
     ) -> None:
         self._store = store
-        self._fates = IndexedFates(store, index)
+        self._ledger_states = IndexedLedger(store, index)
         self._trained = IndexedTraining(store, index, trained_tokens)
         self._index = index
         self._rules = rules
@@ -146,7 +146,7 @@ class IndexFiller:
         return True
 
     def progress(self) -> Progress:
-        return progress_of(self._store, self._index)
+        return read_progress(self._store, self._index)
 
     def fill(self) -> bool:
         """Add one batch of new data, in one transaction. Returns whether there was
@@ -157,7 +157,7 @@ class IndexFiller:
         try:
             # Visible data comes first: all rollouts and their fates, then their texts.
             has_more = self._add_sessions()
-            has_more = self._fates.read() or has_more
+            has_more = self._ledger_states.read() or has_more
             if not has_more:
                 has_more = self._update_open() or has_more
                 has_more = self._add_turns() or has_more
@@ -221,7 +221,7 @@ class IndexFiller:
         self._rate_tasks(tasks)
 
     def _add_child(self, session_id: str, parent_id: str) -> None:
-        rollout = rollout_of(self._index, parent_id)
+        rollout = session_rollout(self._index, parent_id)
         if rollout is not None:
             self._index.execute(
                 "INSERT OR REPLACE INTO children VALUES (?,?)", (session_id, rollout)
@@ -272,7 +272,7 @@ class IndexFiller:
             "id": rowid,
             "session_id": session_id,
             "task_id": task_id,
-            "task": self._task_of(task_id),
+            "task": self._first_task_id(task_id),
             "group_id": group_id,
             "index": index,
             "attempt": attempt,
@@ -306,7 +306,7 @@ class IndexFiller:
                 values["detail"] = f"its outcome in the store is damaged: {error}"[
                     :_DETAIL_LENGTH
                 ]
-        self._add_fate(values)
+        self._add_ledger_state(values)
         return values
 
     def _add_outcome(self, values: dict[str, Any], outcome: Outcome) -> None:
@@ -339,7 +339,7 @@ class IndexFiller:
         values["newest_version"] = int(summary.newest_version)
         values["seconds"] = max(0.0, summary.finished_at - summary.started_at)
 
-    def _add_fate(self, values: dict[str, Any]) -> None:
+    def _add_ledger_state(self, values: dict[str, Any]) -> None:
         """Add state, reason and step, which are not the session's own."""
         values["trained"] = 0
         if values["purpose"] == "eval":
@@ -353,7 +353,7 @@ class IndexFiller:
             if values["ended"]:
                 values["state"] = "served"
             return
-        fate = self._fates.of(values["session_id"])
+        fate = self._ledger_states.of(values["session_id"])
         if fate is None:
             return
         values["state"], values["reason"], values["step"] = fate
@@ -361,7 +361,7 @@ class IndexFiller:
         if values["step"] is not None and values["oldest_version"] is not None:
             values["staleness"] = max(0, values["step"] - 1 - values["oldest_version"])
 
-    def _task_of(self, task_id: str) -> str:
+    def _first_task_id(self, task_id: str) -> str:
         """Return the task's first id, without the number of a later epoch."""
         base, _, number = task_id.rpartition("@")
         if not base or not number.isdecimal():
@@ -429,7 +429,7 @@ class IndexFiller:
         return True
 
     def _add_turn(self, session_id: str, logprobs: bytes, messages: bytes) -> None:
-        rollout = rollout_of(self._index, session_id)
+        rollout = session_rollout(self._index, session_id)
         if rollout is None:
             return  # a turn without its session, which no run leaves
         logprobs_T = np.frombuffer(logprobs, np.float32)
@@ -441,14 +441,14 @@ class IndexFiller:
         total = float(np.nan_to_num(logprobs_T.astype(np.float64)).sum())
         values = (total, len(logprobs_T), total, len(logprobs_T), rollout)
         [number] = self._index.execute(sql, values).fetchone()
-        text = _said_in(messages)
+        text = _search_texts(messages)
         document = (rollout << TURN_BITS) + number
         self._index.execute(
             "INSERT INTO said (rowid, text) VALUES (?,?)", (document, text)
         )
 
 
-def _said_in(messages: bytes) -> str:
+def _search_texts(messages: bytes) -> str:
     """Return the texts of a turn's messages; "" if they cannot be read."""
     try:
         decoded = msgspec.json.decode(messages, type=list[Message])

@@ -17,7 +17,7 @@ from invrl.store.trained_tokens import (
     recorded_steps,
     tokens_path,
 )
-from invrl.viewer.index_file import meta_number, rollout_of, set_meta
+from invrl.viewer.index_file import meta_number, session_rollout, set_meta
 
 
 class IndexedTraining:
@@ -62,7 +62,7 @@ class IndexedTraining:
         for turn_id, session_id, logprobs in self._store.execute(
             sql, (json.dumps(list(turns)),)
         ):
-            rollout = rollout_of(self._index, session_id)
+            rollout = session_rollout(self._index, session_id)
             engine_N = np.frombuffer(logprobs, np.float32)
             if rollout is None or len(engine_N) != len(turns[turn_id].trained_N):
                 continue

@@ -266,7 +266,7 @@ class RolloutQueries:
             searched = {"turns_indexed": meta_number(self._index, "turn_seq")}
         return {
             "total": total,
-            "rows": [row_of(row) for row in rows],
+            "rows": [row_as_dict(row) for row in rows],
             "searched": searched,
         }
 
@@ -441,7 +441,7 @@ class RolloutQueries:
         found = self._index.execute(sql, (session_id, session_id)).fetchone()
         if found is None:
             return None
-        return row_of(found)
+        return row_as_dict(found)
 
     def group_members(self, group_id: str, purpose: str) -> list[Row]:
         sql = (
@@ -461,7 +461,7 @@ class RolloutQueries:
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-def row_of(values: Sequence[Any]) -> Row:
+def row_as_dict(values: Sequence[Any]) -> Row:
     """`values`: of `ROW_COLUMNS`."""
     row: Row = {
         name.strip('"'): value for name, value in zip(ROW_COLUMNS, values, strict=True)

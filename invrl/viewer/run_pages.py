@@ -353,11 +353,11 @@ def _rollouts(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
 def _indexed(answer: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPage:
     """Return the page of a response from the index."""
 
-    def page_of(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
+    def build_page(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
         with run.queries() as queries:
             return answer(queries, parameters, page)
 
-    return page_of
+    return build_page
 
 
 RUN_PAGES: Mapping[str, RunPage] = {

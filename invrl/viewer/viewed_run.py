@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
-from invrl.host.files.cache_folder import folder_of_run
+from invrl.host.files.cache_folder import run_cache_folder
 from invrl.host.files.private_file import open_private
 from invrl.observe.status.run_files import RunFiles, Settings
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
 from invrl.viewer.rollout_queries import RolloutQueries
 
@@ -63,7 +63,7 @@ class ViewedRun(RunFiles):
         super().__init__(folder)
         self.id = run_id
         self._defaults = defaults
-        private = folder_of_run(cache, folder.path)
+        private = run_cache_folder(cache, folder.path)
         self.store = ReadOnlyStore(folder.store_path, private)
         self.index_state = IndexState()
         self.failure = ""
@@ -95,7 +95,7 @@ class ViewedRun(RunFiles):
             "timeline": (self.folder.timeline_path,),
         }
         for kind, files in paths.items():
-            state = _state_of(files)
+            state = _file_state(files)
             if self._file_states.get(kind, state) != state:
                 kinds.add(kind)
             self._file_states[kind] = state
@@ -110,7 +110,7 @@ class ViewedRun(RunFiles):
 
     def _refresh_index(self, live: bool) -> set[str]:
         """Add one batch. `index` among the kinds: there is more to do."""
-        state = (*self.store.state(), *_state_of((self.folder.trained_tokens_path,)))
+        state = (*self.store.state(), *_file_state((self.folder.trained_tokens_path,)))
         if state == self._store_state and self._index is not None:
             return set()
         before = self.index_state
@@ -139,15 +139,15 @@ class ViewedRun(RunFiles):
     def _fill_batch(self, live: bool) -> bool | None:
         """Add a batch. Returns whether there is more; None if another process fills the
         index."""
-        from invrl.viewer.index_filler import IndexFiller, identity_of
+        from invrl.viewer.index_filler import IndexFiller, read_identity
 
         with self.store.reading() as store:
             if not self._holds_index():
                 return self._look_at_index(store)
-            identity = identity_of(store, INDEX_VERSION)
+            identity = read_identity(store, INDEX_VERSION)
             if self._index is None or self._identity != identity:
                 self._close_index(keep_lock=True)
-                self._index = self._index_file.open_for(identity)
+                self._index = self._index_file.open_writer(identity)
                 self._identity = identity
             filler = IndexFiller(
                 store,
@@ -158,20 +158,20 @@ class ViewedRun(RunFiles):
             )
             if not filler.continues():
                 self._index.close()
-                self._index = self._index_file.made_anew(identity)
+                self._index = self._index_file.recreate(identity)
                 return True
             has_more = filler.fill()
             self._note_progress(filler.progress(), has_more)
             return has_more
 
     def _look_at_index(self, store: sqlite3.Connection) -> None:
-        from invrl.viewer.index_filler import progress_of
+        from invrl.viewer.index_filler import read_progress
 
         index = self._index_file.reading()
         if index is None:
             return
         with contextlib.closing(index):
-            progress = progress_of(store, index)
+            progress = read_progress(store, index)
         self._note_progress(progress, not progress.complete)
 
     def _note_progress(self, progress: Progress, has_more: bool) -> None:
@@ -351,7 +351,7 @@ class ViewedRun(RunFiles):
         return [note for note in notes if note] + super().notes()
 
 
-def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
+def _file_state(paths: tuple[Path, ...]) -> tuple[int, ...]:
     """Return numbers that change with the files."""
     numbers: list[int] = []
     for path in paths:
@@ -390,7 +390,7 @@ def _check_folder(folder: RunFolder) -> None:
             "RUN",
             str(folder.path),
             "there is no such folder",
-            fix_of_path(folder.path, fix),
+            path_fix(folder.path, fix),
         )
     try:
         is_run = folder.config_path.exists()

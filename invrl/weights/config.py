@@ -120,7 +120,7 @@ FileWeights = DiskWeights | DeltaWeights
 AnyWeights = ArenaWeights | BucketWeights | CollectiveWeights | FileWeights
 
 
-def _transport_of(weights: Any) -> str:
+def _transport_kind(weights: Any) -> str:
     if isinstance(weights, WeightsConfig):
         return weights.transport
     return str(weights.get("transport", "arena"))
@@ -132,6 +132,6 @@ Weights = Annotated[
     | Annotated[CollectiveWeights, Tag("collective")]
     | Annotated[DiskWeights, Tag("disk")]
     | Annotated[DeltaWeights, Tag("delta")],
-    Discriminator(_transport_of),
+    Discriminator(_transport_kind),
 ]
 """The settings of one transport."""

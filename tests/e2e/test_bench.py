@@ -46,7 +46,7 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
 def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
     """It fails if the gradient of our step has not the norm of Hugging Face's."""
     model = make_tiny_model(tmp_path / "model")
-    flags = "--tokens 512 --max-tokens-per-microbatch 256 --repetitions 1 --cores 2 --results results".split()
+    flags = "--tokens 512 --max-tokens-per-micro-batch 256 --repetitions 1 --cores 2 --results results".split()
     run_benchmark(tmp_path, "train", "--model-path", str(model), *flags)
     result = json.loads((tmp_path / "results" / "train.json").read_text())
     [entry] = read_history(tmp_path / "results" / "history.jsonl")

@@ -64,7 +64,7 @@ def test_off_policy_run_clips_and_learns(folder: Path) -> None:
         *(
             "--max-staleness",
             "1",
-            "--num-minibatches",
+            "--num-mini-batches",
             "2",
             "--pipeline-model-parallel-size",
             "2",
@@ -128,7 +128,7 @@ def test_a_loss_over_the_likeliest_tokens_learns(folder: Path) -> None:
         *(
             "--rollout-top-logprobs",
             "20",
-            "--num-minibatches",
+            "--num-mini-batches",
             "2",
             "--max-staleness",
             "1",

@@ -39,7 +39,7 @@ from invrl.errors import DeadlineError
 from invrl.host.processes.descendants import die_with_parent
 from invrl.host.processes.process import ServerProcess, random_key
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
@@ -604,7 +604,7 @@ class RankProcess:
     def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)
 
-    def row_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def row_logprobs(self, rows: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         return self._rank._step.logprobs(list(rows))
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
@@ -613,7 +613,7 @@ class RankProcess:
     def token_values(self, shard: Shard) -> list[NDArray[np.float32]]:
         step = self._rank._step
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        [values] = step.critic.values([step.passes.pack(step.masks.rows(samples))])
+        [values] = step.critic.values([step.passes.pack(step.masks.sequences(samples))])
         return values
 
     def export(self, path: str) -> FileEntries:
@@ -716,13 +716,15 @@ class RankProcess:
         parameters."""
         import torch
 
-        from invrl.train.batches.micro_batch import Row
+        from invrl.train.batches.micro_batch import TokenSequence
         from invrl.train.batches.packing import pack
 
         tokens_T = (
             np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
         )
-        row = Row(tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0)
+        row = TokenSequence(
+            tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0
+        )
         [micro_batch] = pack([row], max_tokens=num_tokens, share_prefixes=True)
         parameters = {
             parameter.untyped_storage().data_ptr()

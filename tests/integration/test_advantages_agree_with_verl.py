@@ -18,7 +18,7 @@ from test_agrees_with_verl import BOUND, Calls, answers_of, verl
 
 from invrl.algorithms.advantages.advantages import advantage_function
 from invrl.algorithms.advantages.token_advantages import discounted_returns, gae
-from invrl.algorithms.advantages.whitening import whiten_rows
+from invrl.algorithms.advantages.whitening import whiten_samples
 from invrl.algorithms.config import WhitenedOver
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ class Batch:
     ) -> NDArray[np.float64]:
         names = [str(row) for row in range(len(self.group_R))]
         return np.stack(
-            whiten_rows(list(advantages_RT), list(self.mask_RT), names, over=over)
+            whiten_samples(list(advantages_RT), list(self.mask_RT), names, over=over)
         )
 
     @property

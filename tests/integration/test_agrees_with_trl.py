@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from test_agrees_with_verl import BOUND, ORACLES, Calls, Drawn, answers_of
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.objectives.mismatched_rows import MISMATCHED
+from invrl.algorithms.objectives.mismatched_samples import MISMATCHED
 from invrl.algorithms.objectives.preferences import (
     CHOSEN,
     DESIRABLE,
     KtoObjective,
     PairObjective,
 )
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.sample_table import SampleTable
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,8 @@ class DrawnRows:
 
     def table(
         self, numbers: dict[str, NDArray[np.float64]], group_ids: list[str]
-    ) -> RowTable:
-        return RowTable(
+    ) -> SampleTable:
+        return SampleTable(
             group_ids=tuple(group_ids),
             tokens_M=self.tokens_M.numpy(),
             current_M=self.sums(self.logprobs_MT).numpy(),
@@ -93,7 +93,7 @@ class DrawnRows:
             numbers=numbers,
         )
 
-    def pairs(self) -> RowTable:
+    def pairs(self) -> SampleTable:
         """The first half of the rows is chosen."""
         half = len(self.mask_MT) // 2
         chosen_M = np.arange(2 * half) < half
@@ -108,7 +108,7 @@ class DrawnRows:
 
 
 def loss_and_slopes(
-    objective: PairObjective | KtoObjective, table: RowTable
+    objective: PairObjective | KtoObjective, table: SampleTable
 ) -> tuple[float, NDArray[np.float64]]:
     coupled = objective.couple(table)
     return float((coupled["loss"] * coupled["share"]).sum()), coupled["slope"]
@@ -201,7 +201,7 @@ def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(
     num_rows = 6
     desirable_M = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     calls: Calls = []
-    tables: list[RowTable] = []
+    tables: list[SampleTable] = []
     draws: list[DrawnRows] = []
     for seed in SEEDS:
         both = DrawnRows.of(seed, 2 * num_rows)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples
 from invrl.algorithms.policy_loss.losses import policy_loss
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ class Drawn:
     """Log-probs and advantages of rows, flat [N], and as verl has them, padded [rows,
     longest]."""
 
-    row_N: torch.Tensor
+    sample_N: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -64,25 +64,25 @@ class Drawn:
         """Far enough apart that every bound cuts some tokens. Advantages are one number
         for each row."""
         generator = torch.Generator().manual_seed(seed)
-        row_N = torch.repeat_interleave(
+        sample_N = torch.repeat_interleave(
             torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)
         )
 
-        def normal(scale: float, size: int = len(row_N)) -> torch.Tensor:
+        def normal(scale: float, size: int = len(sample_N)) -> torch.Tensor:
             return scale * torch.randn(size, generator=generator, dtype=torch.float64)
 
         old_N = -normal(1.5).abs()
         columns = {
             "old": old_N,
-            "current": (old_N + normal(0.3) + normal(0.2, len(LENGTHS))[row_N]).clamp(
-                max=-1e-3
-            ),
+            "current": (
+                old_N + normal(0.3) + normal(0.2, len(LENGTHS))[sample_N]
+            ).clamp(max=-1e-3),
             "rollout": (old_N + normal(0.5)).clamp(max=-1e-3),
-            "advantages": normal(1.0, len(LENGTHS))[row_N],
+            "advantages": normal(1.0, len(LENGTHS))[sample_N],
             "reference": (old_N + normal(0.3)).clamp(max=-1e-3),
             "entropy": normal(1.0).abs(),
         }
-        return Drawn(row_N=row_N, columns=columns)
+        return Drawn(sample_N=sample_N, columns=columns)
 
     @property
     def mask(self) -> torch.Tensor:
@@ -103,10 +103,10 @@ class Drawn:
         inputs = LossInputs(
             current_N=current_N,
             entropy_N=self.columns["entropy"],
-            rows=Rows.each_a_rollout(self.row_N),
+            samples=Samples.each_a_rollout(self.sample_N),
             denominators=Denominators(
-                tokens=float(len(self.row_N)),
-                rows=num_rows,
+                tokens=float(len(self.sample_N)),
+                samples=num_rows,
                 rollouts=num_rows,
                 groups=num_rows,
             ),

@@ -55,7 +55,7 @@ def build(
     train = TrainConfig.model_validate(
         {
             "train_dtype": dtype,
-            "max_tokens_per_microbatch": 41,
+            "max_tokens_per_micro_batch": 41,
             "clip_grad": None,
             "lr": 1e-3,
         }

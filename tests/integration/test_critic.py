@@ -33,7 +33,7 @@ from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 PPO = AlgorithmConfig(
     advantage="gae",
     discount=0.97,
@@ -139,7 +139,7 @@ def estimates(
     return advantages_N
 
 
-def exact_credit(
+def exact_advantages(
     batch: TrainBatch,
     values: Sequence[Floats],
     policy: Reference,
@@ -259,7 +259,7 @@ def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -
     policy = Reference(model, policy_start)
     initial = Reference(model)
     values = exact_values(critic, batch)
-    credited, returns = exact_credit(batch, values, policy, initial, PPO)
+    credited, returns = exact_advantages(batch, values, policy, initial, PPO)
     everything = np.concatenate(returns)
     errors = everything - np.concatenate(values)
     expected = 1 - errors.var() / everything.var()
@@ -323,7 +323,7 @@ def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
     returns_alone = REINFORCE.model_copy(
         update={"critic": CriticConfig(gae_lambda=1.0)}
     )
-    credited, _ = exact_credit(batch, no_values, policy, initial, returns_alone)
+    credited, _ = exact_advantages(batch, no_values, policy, initial, returns_alone)
     steps = trainer.steps()
     assert len(steps) == 2
     without_kl = REINFORCE.model_copy(update={"kl": None})

@@ -99,7 +99,7 @@ async def beside_critic(
             ],
             layout=critic,
         ),
-        num_minibatches=STEPS,
+        num_mini_batches=STEPS,
         start_timeout_s=300.0,
         step_timeout_s=300.0,
         heartbeat_timeout_s=3.0,

@@ -16,8 +16,8 @@ from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, measure_idle
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.weights.checksums.multilinear_checksum import (
-    checksum_of_slice,
-    checksums_of_wholes,
+    slice_checksum,
+    whole_checksums,
 )
 from invrl.weights.config import ArenaWeights
 from invrl.weights.tensors.tensor_slice import TensorSlice
@@ -87,16 +87,16 @@ def test_checksums_are_those_of_a_cpu(dtype: torch.dtype) -> None:
         for shape in shapes
     }
     on_gpu = {name: tensor.cuda() for name, tensor in on_cpu.items()}
-    assert checksums_of_wholes(on_gpu) == checksums_of_wholes(on_cpu)
+    assert whole_checksums(on_gpu) == whole_checksums(on_cpu)
     vector = on_gpu["(1000000,)"]
     moved = torch.cat([vector[:1], vector])[1:]  # begins within a word
     assert (
-        checksums_of_wholes({"moved": moved})["moved"]
-        == checksums_of_wholes(on_cpu)["(1000000,)"]
+        whole_checksums({"moved": moved})["moved"]
+        == whole_checksums(on_cpu)["(1000000,)"]
     )
     place = TensorSlice(dimension=1, start=448, stop=896, index=1, count=2)
     halves = [place.of(tensors["(4000, 896)"]) for tensors in (on_gpu, on_cpu)]
-    checksums = [checksum_of_slice(half, place, (4_000, 896)) for half in halves]
+    checksums = [slice_checksum(half, place, (4_000, 896)) for half in halves]
     assert checksums[0] == checksums[1]
 
 

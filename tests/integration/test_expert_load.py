@@ -28,7 +28,7 @@ RATE = 0.004
 BALANCED = TrainConfig(
     train_dtype="float32",
     lr=1e-3,
-    max_tokens_per_microbatch=41,
+    max_tokens_per_micro_batch=41,
     moe_router_bias_update_rate=RATE,
 )
 BATCHES = [random_batch(seed, groups=2) for seed in range(3)]

@@ -68,7 +68,7 @@ def build(
     pool: RankPool, model: Path, layout: ParallelLayout, **fields: Any
 ) -> Trainer:
     train = TrainConfig.model_validate(
-        {"max_tokens_per_microbatch": 41, "lr": 1e-3, **fields}
+        {"max_tokens_per_micro_batch": 41, "lr": 1e-3, **fields}
     )
     return pool.build(model, layout=layout, train=train)
 

@@ -27,7 +27,7 @@ from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.errors import WeightSyncError
 from invrl.host.processes.fork_parent import ForkParent
-from invrl.host.processes.process import family_of, still_running
+from invrl.host.processes.process import process_tree, still_running
 from invrl.run.loop.weight_updater import WeightUpdater
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
@@ -147,7 +147,7 @@ async def test_refused_and_dead_engines_leave_and_return_with_the_newest_version
 
     # an engine that dies is noticed and leaves; the sessions go on with the other
     dead = fleet.engines["engine-0"]
-    tree = family_of(dead.server.pid)
+    tree = process_tree(dead.server.pid)
     assert set().union(*map(shared_memory_files, tree)) == set()
     sockets = set().union(*map(socket_folders, tree))
     assert sockets
@@ -211,7 +211,7 @@ async def test_stopped_engine_process_is_named_and_replaced(
     time."""
     fleet, _, _ = pair
     hung = fleet.engines["engine-1"]
-    tree = family_of(hung.server.pid)
+    tree = process_tree(hung.server.pid)
     stopped = (
         tree[0]
         if process == "server"
@@ -242,7 +242,7 @@ async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     assert list(fleet.engines.values()) == paused
     hung = fleet.engines["engine-0"]
     next(
-        p for p in family_of(hung.server.pid) if p.name().startswith("sglang::sched")
+        p for p in process_tree(hung.server.pid) if p.name().startswith("sglang::sched")
     ).suspend()
     await leaves(fleet, hung)
     await fleet.engines["engine-1"].receiver.resume()

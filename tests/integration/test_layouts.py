@@ -23,7 +23,7 @@ from train_reference import random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
@@ -126,7 +126,7 @@ def settings(*, sharded: bool = True, max_tokens: int = 41) -> TrainConfig:
     return TrainConfig(
         train_dtype="float32",
         lr=1e-3,
-        max_tokens_per_microbatch=max_tokens,
+        max_tokens_per_micro_batch=max_tokens,
         use_distributed_optimizer=sharded,
     )
 
@@ -368,7 +368,7 @@ def test_grammar_mask_may_allow_tokens_of_any_vocabulary_shard(
         mask = np.packbits(kept, bitorder="little").tobytes()
         wanted_N = np.arange(1, 9)
         rows.append(
-            Row(
+            TokenSequence(
                 tokens_T=tokens_T,
                 wanted_N=wanted_N,
                 temperature=0.7,

@@ -26,7 +26,7 @@ from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),
@@ -38,13 +38,13 @@ LENGTHS = LengthWeight(exponent=2.0, scale=0.3)
 LR = 0.5
 BONUS = EntropyConfig(coefficient=0.01)
 LEARNED = AlgorithmConfig(
-    row_weight="invrl.contrib.lambda_grpo:LengthWeight",
+    sample_weight="invrl.contrib.lambda_grpo:LengthWeight",
     adaptations=("invrl.contrib.lambda_grpo:LearnedExponent",),
     plugin={
         "LengthWeight": {"exponent": LENGTHS.exponent, "scale": LENGTHS.scale},
         "LearnedExponent": {"lr": LR},
     },
-    num_minibatches=2,
+    num_mini_batches=2,
     entropy=BONUS,
 )
 
@@ -119,13 +119,13 @@ class ExactLengths(Reference):
             clipped_N = torch.clip(
                 ratio_N, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
             )
-            surrogate_N = torch.min(ratio_N * advantage_N, clipped_N * advantage_N)
-            dual_N = torch.max(surrogate_N, algorithm.dual_clip * advantage_N)
-            surrogate_N = torch.where(advantage_N < 0, dual_N, surrogate_N)
+            policy_loss_N = torch.min(ratio_N * advantage_N, clipped_N * advantage_N)
+            dual_N = torch.max(policy_loss_N, algorithm.dual_clip * advantage_N)
+            policy_loss_N = torch.where(advantage_N < 0, dual_N, policy_loss_N)
             correction_N = torch.clip(
                 torch.exp(old_N - rollout_N), max=algorithm.correction_cap
             )
-            losses_N = -correction_N * surrogate_N - BONUS.coefficient * entropy_N
+            losses_N = -correction_N * policy_loss_N - BONUS.coefficient * entropy_N
             loss = loss + weights[sample.rollout_id] * losses_N.sum() / tokens
         gradients = self.gradients_of(loss)
         assert power.grad is not None
@@ -174,7 +174,7 @@ def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(
     weights = []
     for algorithm in (
         AlgorithmConfig(),
-        AlgorithmConfig(row_weight=LEARNED.row_weight),
+        AlgorithmConfig(sample_weight=LEARNED.sample_weight),
     ):
         trainer = pool.build(model, train=EXACT, algorithm=algorithm)
         trainer.train(batch, steps=2)

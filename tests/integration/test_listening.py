@@ -29,7 +29,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-def refuses_strangers(port: int) -> bool:
+def refuses_unknown_connections(port: int) -> bool:
     """127.0.0.2 is this machine by another of its addresses: who listens on all of them
     answers there."""
     try:
@@ -48,7 +48,7 @@ def test_trainer_ranks_listen_on_loopback_alone(pool: RankPool, tmp_path: Path) 
     assert sockets[0], "rank 0 serves the store"
     for address, port in set.union(*sockets):
         assert ipaddress.ip_address(address).is_loopback, (address, port)
-        assert refuses_strangers(port), (address, port)
+        assert refuses_unknown_connections(port), (address, port)
 
 
 async def test_engines_listen_on_loopback_alone(tiny_fleet: Fleet) -> None:
@@ -56,4 +56,4 @@ async def test_engines_listen_on_loopback_alone(tiny_fleet: Fleet) -> None:
     assert sockets
     for address, port in sockets:
         assert ipaddress.ip_address(address).is_loopback, (address, port)
-        assert refuses_strangers(port), (address, port)
+        assert refuses_unknown_connections(port), (address, port)

@@ -24,7 +24,7 @@ from invrl.types.metrics import resolve
 from invrl.types.weights import WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),
@@ -147,13 +147,13 @@ class ExactSequences(ExactEverything):
             bounded = torch.clip(
                 ratio, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
             )
-            surrogate = -torch.min(ratio * advantage, bounded * advantage)
+            policy_loss = -torch.min(ratio * advantage, bounded * advantage)
             weight = torch.clip(
                 torch.exp((old_N - rollout_N).mean()), max=algorithm.correction_cap
             )
             assert algorithm.entropy is not None
             bonus = algorithm.entropy.coefficient * entropy_N.mean()
-            loss = loss + (weight * surrogate - bonus) / len(trained)
+            loss = loss + (weight * policy_loss - bonus) / len(trained)
         return self.gradients_of(loss)
 
 
@@ -169,7 +169,7 @@ def test_sequence_ratio_does_not_depend_on_how_rows_are_divided(
         correction="geometric_truncated",
         aggregation="sequence_mean",
         entropy={"coefficient": 0.1},
-        num_minibatches=2,
+        num_mini_batches=2,
     )
     trainer = pool.build(model, layout=LAYOUTS[name], train=EXACT, algorithm=algorithm)
     batch = random_batch(2)
@@ -195,7 +195,7 @@ def test_interpolated_old_policy_uses_the_age_of_each_token(
     algorithm = AlgorithmConfig(
         old_logprobs="invrl.contrib.a3po:Interpolated",
         correction_cap=5.0,
-        num_minibatches=2,
+        num_mini_batches=2,
     )
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)
     rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
 from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
@@ -27,7 +27,7 @@ from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {"one process": ParallelLayout(), "DP": ParallelLayout(data=2)}
 BETA = 0.5
 
@@ -155,7 +155,7 @@ def batch_for(name: str) -> TrainBatch:
     if name == "dpo":
         return rows_of_file(3, [{"chosen": 0.0}, {"chosen": 1.0}])
     rows = rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}])
-    return with_mismatched_rows(rows, max_tokens=0)
+    return with_mismatched_samples(rows, max_tokens=0)
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))

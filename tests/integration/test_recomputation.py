@@ -84,7 +84,7 @@ def test_recomputation_changes_no_gradient(
 def gradients(
     pool: RankPool, model: Path, layout: ParallelLayout, megatron: Options
 ) -> Arrays:
-    train = TrainConfig(train_dtype="float32", max_tokens_per_microbatch=41)
+    train = TrainConfig(train_dtype="float32", max_tokens_per_micro_batch=41)
     trainer = pool.build(model, layout=layout, train=train, megatron=megatron)
     trainer.train(random_batch(3))
     [step] = trainer.steps()
@@ -100,7 +100,7 @@ def test_recomputation_takes_less_memory(pool: RankPool, tmp_path: Path) -> None
 
     def growth(options: Options) -> int:
         train = TrainConfig(
-            train_dtype="float32", share_prefixes=False, max_tokens_per_microbatch=8192
+            train_dtype="float32", share_prefixes=False, max_tokens_per_micro_batch=8192
         )
         [grown] = pool.build(model, train=train, megatron=options).each(
             "growth", ("train", shard)

@@ -15,7 +15,7 @@ from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig, ReferenceConfig
 from invrl.errors import TrainError
-from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.micro_batch import token_sequences
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
@@ -44,7 +44,7 @@ def settings(**fields: object) -> TrainConfig:
     values: dict[str, object] = {
         "train_dtype": "float32",
         "lr": 5e-3,
-        "max_tokens_per_microbatch": MAX_TOKENS,
+        "max_tokens_per_micro_batch": MAX_TOKENS,
     }
     return TrainConfig.model_validate(values | fields)
 
@@ -263,11 +263,17 @@ def test_only_forward_passes_that_the_objective_needs_are_made(
 ) -> None:
     """In the first mini-batch the current policy is the old one, so old is computed for
     the second alone."""
-    algorithm = AlgorithmConfig.model_validate({"num_minibatches": steps, **fields})
+    algorithm = AlgorithmConfig.model_validate({"num_mini_batches": steps, **fields})
     trainer = pool.build(policy, train=settings(), algorithm=algorithm)
     parts = mini_batches(BATCH, steps)
     counts = [
-        len(pack(rows_of(part.samples), max_tokens=MAX_TOKENS, share_prefixes=True))
+        len(
+            pack(
+                token_sequences(part.samples),
+                max_tokens=MAX_TOKENS,
+                share_prefixes=True,
+            )
+        )
         for part in parts
     ]
     expected = sum(counts)

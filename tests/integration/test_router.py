@@ -19,7 +19,7 @@ from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError
-from invrl.host.processes.process import family_of
+from invrl.host.processes.process import process_tree
 from invrl.types.sessions import Sampling
 
 ROUTERS = ["sglang-router", "smg"]
@@ -108,7 +108,7 @@ def test_router_and_every_engine_process_listen_on_loopback(
     """Torch's rendezvous store, which has no key, among them."""
     listening: dict[str, str] = {}
     for server in (router, tiny_fleet.engines["engine-0"].server):
-        for process in family_of(server.pid):
+        for process in process_tree(server.pid):
             for connection in process.net_connections():
                 if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
                     listening[f"{process.name()} {connection.laddr.port}"] = (

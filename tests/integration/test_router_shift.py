@@ -33,7 +33,7 @@ FLOOR = 0.8
 RSPO = AlgorithmConfig(
     eps_clip_low=0.5,
     eps_clip_high=0.5,
-    num_minibatches=2,
+    num_mini_batches=2,
     ratio_weight="invrl.contrib.router_shift:RouterShift",
     plugin={"RouterShift": {"floor": FLOOR}},
 )
@@ -156,7 +156,7 @@ def settings(
         {
             "train_dtype": "float32",
             "lr": lr,
-            "max_tokens_per_microbatch": 25,
+            "max_tokens_per_micro_batch": 25,
             "routing_replay": replay,
             "share_prefixes": share_prefixes,
             "clip_grad": None,

@@ -99,7 +99,7 @@ def settings(replay: str, *, share_prefixes: bool = True) -> TrainConfig:
         {
             "train_dtype": "float32",
             "lr": 2e-2,
-            "max_tokens_per_microbatch": 25,
+            "max_tokens_per_micro_batch": 25,
             "routing_replay": replay,
             "share_prefixes": share_prefixes,
             "clip_grad": None,

@@ -41,7 +41,7 @@ def settings(*, sharded: bool, dtype: str) -> TrainConfig:
         {
             "train_dtype": dtype,
             "lr": 1e-3,
-            "max_tokens_per_microbatch": 40,
+            "max_tokens_per_micro_batch": 40,
             "use_distributed_optimizer": sharded,
         }
     )

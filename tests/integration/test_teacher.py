@@ -21,7 +21,7 @@ from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),

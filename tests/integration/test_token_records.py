@@ -17,7 +17,7 @@ from invrl.algorithms.config import AlgorithmConfig, CriticConfig
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.train.step.token_records import records_of_batch
+from invrl.train.step.token_records import batch_records
 from invrl.types.batches import TrainBatch
 
 LAYOUTS = {
@@ -36,7 +36,7 @@ def settings(*, share_prefixes: bool = True, record: bool = True) -> TrainConfig
     return TrainConfig(
         train_dtype="float32",
         lr=1e-2,
-        max_tokens_per_microbatch=41,
+        max_tokens_per_micro_batch=41,
         share_prefixes=share_prefixes,
         record_trained_tokens=record,
     )
@@ -70,7 +70,7 @@ def recorded(
     for rank, result in enumerate(results):
         assert bool(result.token_records) == (rank in reporters)
     shards = shard_batch(batch, ranks=trainer.layout.data, steps=steps)
-    records = records_of_batch(
+    records = batch_records(
         batch, shards, [results[rank].token_records for rank in reporters]
     )
     assert len(records) == len(batch.samples)
@@ -95,7 +95,7 @@ def test_step_records_the_logprobs_of_the_policy_before_it(
 ) -> None:
     """Also of the mini-batches that are trained after the first has changed the
     weights: their old log-probs were computed before."""
-    algorithm = AlgorithmConfig(num_minibatches=steps)
+    algorithm = AlgorithmConfig(num_mini_batches=steps)
     train = settings(share_prefixes=share_prefixes)
     trainer = pool.build(
         model, layout=LAYOUTS[layout], train=train, algorithm=algorithm
@@ -121,7 +121,7 @@ def test_step_records_the_logprobs_of_the_policy_before_it(
 def test_step_records_the_advantages_of_the_critic(
     layout: str, pool: RankPool, model: Path
 ) -> None:
-    algorithm = AlgorithmConfig(advantage="gae", num_minibatches=2)
+    algorithm = AlgorithmConfig(advantage="gae", num_mini_batches=2)
     of_layout = recorded_by_critic(pool, model, algorithm, LAYOUTS[layout])
     alone = recorded_by_critic(pool, model, algorithm, ParallelLayout())
     for found, expected in zip(of_layout, alone, strict=True):

@@ -26,7 +26,7 @@ from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.user_code.plugins import plugin_name
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),
@@ -177,7 +177,7 @@ class ExactTopTokens(Reference):
         return -torch.exp(row_V[sampled] - rollout[sampled]) * advantage
 
 
-DPPO = {"old_logprobs": "engine", "correction": "none", "num_minibatches": 2}
+DPPO = {"old_logprobs": "engine", "correction": "none", "num_mini_batches": 2}
 LOSSES = {
     "dppo_tv_topk": AlgorithmConfig.model_validate(
         {
@@ -200,7 +200,7 @@ LOSSES = {
         eps_clip_high=0.4,
         dual_clip=None,
         correction="none",
-        num_minibatches=2,
+        num_mini_batches=2,
     ),
 }
 

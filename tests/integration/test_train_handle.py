@@ -50,7 +50,7 @@ def handle_of(
     return TrainHandle(
         actors,
         layout=layout,
-        num_minibatches=steps,
+        num_mini_batches=steps,
         start_timeout_s=300.0,
         step_timeout_s=300.0,
     )
@@ -92,7 +92,7 @@ def rank_actors(
                 store_key="k",
                 model_path=str(model),
                 train=TRAIN,
-                algorithm=AlgorithmConfig(num_minibatches=2),
+                algorithm=AlgorithmConfig(num_mini_batches=2),
                 weight_dtype="float32",
             ),
         )
@@ -222,7 +222,7 @@ async def test_failure_of_one_rank_at_the_start_leaves_no_rank(
     handle = TrainHandle(
         actors,
         layout=DP2,
-        num_minibatches=1,
+        num_mini_batches=1,
         start_timeout_s=start_s,
         step_timeout_s=60.0,
     )
@@ -242,7 +242,7 @@ async def test_stopped_rank_is_named_whether_it_works_or_waits(
     handle = TrainHandle(
         actors,
         layout=DP2,
-        num_minibatches=2,
+        num_mini_batches=2,
         start_timeout_s=300.0,
         step_timeout_s=300.0,
         heartbeat_timeout_s=3.0,

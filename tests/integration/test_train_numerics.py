@@ -29,7 +29,7 @@ BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(
     eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl={"coefficient": 0.1}
 )
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_micro_batch=25)
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -304,7 +304,7 @@ def test_packed_rows_have_the_logprobs_of_each_row_alone(
         train=TrainConfig(
             train_dtype="float32",
             share_prefixes=share,
-            max_tokens_per_microbatch=max_tokens,
+            max_tokens_per_micro_batch=max_tokens,
         ),
     )
     for seed in range(3):

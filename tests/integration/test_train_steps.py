@@ -37,7 +37,7 @@ def settings(*, sharded: bool = True, **fields: object) -> TrainConfig:
     given: dict[str, object] = {
         "train_dtype": "float32",
         "lr": 1e-3,
-        "max_tokens_per_microbatch": 40,
+        "max_tokens_per_micro_batch": 40,
         "use_distributed_optimizer": sharded,
     }
     return TrainConfig.model_validate(given | fields)
@@ -611,11 +611,11 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run(
 def test_gradient_that_is_not_finite_changes_no_state(
     pool: RankPool, model: Path
 ) -> None:
-    """The loss of this surrogate is 0, its gradient is not a number."""
+    """The loss of this policy_loss is 0, its gradient is not a number."""
     trainer = pool.build(
         model,
         train=settings(max_nonfinite_steps=2),
-        algorithm=AlgorithmConfig(policy_loss="broken_surrogate:root_of_zero"),
+        algorithm=AlgorithmConfig(policy_loss="broken_policy_loss:root_of_zero"),
     )
     start = trainer.weights()
     numbers = resolve(trainer.train(BATCHES[0]))

@@ -604,9 +604,12 @@ def test_export_of_the_page_opens_from_disk(
     ),
 )
 def test_export_is_searched_like_the_run(
-    browser: Any, said_export: tuple[ViewedRun, Path], search: str, found: set[str]
+    browser: Any,
+    searchable_export: tuple[ViewedRun, Path],
+    search: str,
+    found: set[str],
 ) -> None:
-    run, folder = said_export
+    run, folder = searchable_export
     with run.queries() as queries:
         served = queries.rollouts({"q": [search]})["rows"]
     assert {row["task"] for row in served} == found
@@ -624,7 +627,9 @@ def test_export_is_searched_like_the_run(
 
 
 @pytest.fixture(scope="module")
-def said_export(tmp_path_factory: pytest.TempPathFactory) -> tuple[ViewedRun, Path]:
+def searchable_export(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[ViewedRun, Path]:
     """A run with four rollouts that say something, exported with these, and without a
     fifth."""
     root = tmp_path_factory.mktemp("said")

@@ -87,21 +87,21 @@ class Reference:
             ratio = torch.exp(current - before)
             low = 1 - algorithm.eps_clip_low
             high = 1 + algorithm.eps_clip_high
-            surrogate = torch.min(
+            policy_loss = torch.min(
                 ratio * advantage, torch.clip(ratio, low, high) * advantage
             )
             if algorithm.dual_clip:
-                surrogate = torch.where(
+                policy_loss = torch.where(
                     advantage < 0,
-                    torch.max(surrogate, algorithm.dual_clip * advantage),
-                    surrogate,
+                    torch.max(policy_loss, algorithm.dual_clip * advantage),
+                    policy_loss,
                 )
             weight = torch.ones_like(before)
             if algorithm.correction == "truncated":
                 weight = torch.clip(
                     torch.exp(before - sampled), max=algorithm.correction_cap
                 )
-            loss = -(weight * surrogate).sum()
+            loss = -(weight * policy_loss).sum()
             if algorithm.kl is not None:
                 assert reference is not None
                 gap = reference[at] - current

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives.objectives import Needs
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.types.metrics import Sum
 
 
@@ -22,12 +22,12 @@ class Everything:
         - 0.3/tokens sum_t weight entropy
     """
 
-    needs = Needs(old=True, reference=True, row_table=True)
+    needs = Needs(old=True, reference=True, sample_table=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         assert inputs.reference_N is not None
         assert inputs.entropy_N is not None
-        rows = inputs.rows
+        rows = inputs.samples
         denominators = inputs.denominators
         weight_N = inputs.columns["weight"]
         gap_N = inputs.current_N - inputs.reference_N
@@ -42,7 +42,7 @@ class Everything:
             loss=loss, metrics={"scores": Sum(float(inputs.numbers["score"].sum()))}
         )
 
-    def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
+    def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
         groups = np.array(table.group_ids)
         mean_of = {
             group: table.current_M[groups == group].mean() for group in table.group_ids
@@ -54,7 +54,7 @@ class Everything:
 
 
 class OneNameTwice(Everything):
-    def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
+    def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
         return {**super().couple(table), "score": table.current_M}
 
 

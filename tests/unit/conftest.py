@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from dying_fleet import Deaths, mortal_fleet
 from fakes import FakeEngine, random_reply
-from gateway_lives import Life
+from gateway_restarts import Life
 from gateway_workers import Workers
-from mortal_fleet import Deaths, mortal_fleet
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 

@@ -25,9 +25,9 @@ from invrl.algorithms.config import (
     RejectionGateConfig,
     SapoConfig,
 )
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Samples
 from invrl.algorithms.policy_loss.losses import policy_loss
-from invrl.contrib.lambda_grpo import LAMBDA_GRADIENT, LengthWeight, weights_of_group
+from invrl.contrib.lambda_grpo import LAMBDA_GRADIENT, LengthWeight, group_weights
 from invrl.types.metrics import merge, resolve
 
 STEP = 1e-6
@@ -36,7 +36,7 @@ INTERPOLATED = "invrl.contrib.a3po:Interpolated"
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenSequence:
     """One row of a rollout: a list [T] of each number of its tokens."""
 
     rollout: int
@@ -50,11 +50,11 @@ class Row:
     staleness: list[float]
 
 
-def random_rows(lengths: list[int], seed: int) -> list[Row]:
+def random_rows(lengths: list[int], seed: int) -> list[TokenSequence]:
     """Every third row is a branch of the rollout before it; a group has two
     rollouts."""
     rng = np.random.default_rng(seed)
-    rows: list[Row] = []
+    rows: list[TokenSequence] = []
     rollout = -1
     for index, length in enumerate(lengths):
         is_branch = index % 3 == 2
@@ -66,7 +66,7 @@ def random_rows(lengths: list[int], seed: int) -> list[Row]:
         reference_T = old_T + rng.normal(0, 0.8, length)
         advantages_T = rng.normal(0, 1.5, length)
         advantages_T *= rng.random(length) > 0.2
-        row = Row(
+        row = TokenSequence(
             rollout=rollout,
             group=rollout // 2,
             current=current_T.clip(max=-1e-3).tolist(),
@@ -93,7 +93,7 @@ def bounded(value: float) -> float:
 
 
 def ratio_of(
-    row: Row,
+    row: TokenSequence,
     t: int,
     moving: list[float],
     still: list[float],
@@ -110,8 +110,8 @@ def ratio_of(
     return sequence_ratio * math.exp(moving[t] - still[t])
 
 
-def surrogate_of(
-    row: Row,
+def policy_loss_values(
+    row: TokenSequence,
     t: int,
     moving: list[float],
     still: list[float],
@@ -171,7 +171,7 @@ def surrogate_of(
 
 
 def row_ratio_of(
-    row: Row,
+    row: TokenSequence,
     moving: list[float],
     still: list[float],
     old: list[float],
@@ -189,7 +189,9 @@ def row_ratio_of(
     return math.exp(math.fsum(log_ratios) / len(log_ratios))
 
 
-def weight_of(row: Row, t: int, old: list[float], config: AlgorithmConfig) -> float:
+def weight_of(
+    row: TokenSequence, t: int, old: list[float], config: AlgorithmConfig
+) -> float:
     gaps = [
         own - sampled for own, sampled in zip(old, row.rollout_logprobs, strict=True)
     ]
@@ -223,7 +225,7 @@ def divergence_of(policy: float, other: float, sampled: float, name: str) -> flo
     return estimates[name]
 
 
-def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
+def old_of(row: TokenSequence, still: list[float], c: AlgorithmConfig) -> list[float]:
     if c.old_logprobs == "engine":
         return row.rollout_logprobs
     if c.old_logprobs == "recompute":
@@ -235,19 +237,21 @@ def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
     return mixed
 
 
-def num_tokens(rows: list[Row]) -> int:
+def num_tokens(rows: list[TokenSequence]) -> int:
     return sum(len(row.current) for row in rows)
 
 
-def rows_of_rollout(rollout: int, rows: list[Row]) -> list[Row]:
+def rows_of_rollout(rollout: int, rows: list[TokenSequence]) -> list[TokenSequence]:
     return [row for row in rows if row.rollout == rollout]
 
 
-def rows_of_group(group: int, rows: list[Row]) -> list[Row]:
+def rows_of_group(group: int, rows: list[TokenSequence]) -> list[TokenSequence]:
     return [row for row in rows if row.group == group]
 
 
-def aggregation_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> float:
+def aggregation_weight(
+    row: TokenSequence, rows: list[TokenSequence], config: AlgorithmConfig
+) -> float:
     rollouts = len({other.rollout for other in rows})
     groups = len({other.group for other in rows})
     tokens_of_rollout = num_tokens(rows_of_rollout(row.rollout, rows))
@@ -260,12 +264,12 @@ def aggregation_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> fl
         "constant": 1 / (rollouts * (config.aggregation_constant or 1)),
     }
     weight = weights[config.aggregation]
-    if config.row_weight is not None:
+    if config.sample_weight is not None:
         weight *= length_weight(row, rows, length_settings(config))
     return weight
 
 
-def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
+def lengths_of_group(group: int, rows: list[TokenSequence]) -> dict[int, int]:
     """Tokens of each rollout."""
     lengths: dict[int, int] = {}
     for row in rows_of_group(group, rows):
@@ -278,7 +282,9 @@ def length_settings(config: AlgorithmConfig) -> LengthWeight:
     return LengthWeight.model_validate(table)
 
 
-def length_weight(row: Row, rows: list[Row], config: LengthWeight) -> float:
+def length_weight(
+    row: TokenSequence, rows: list[TokenSequence], config: LengthWeight
+) -> float:
     lengths = lengths_of_group(row.group, rows)
     size = len(lengths)
     mean = sum(lengths.values()) / size
@@ -292,7 +298,9 @@ def length_weight(row: Row, rows: list[Row], config: LengthWeight) -> float:
     return size * exponentials[row.rollout] / sum(exponentials.values())
 
 
-def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]:
+def advantages_of(
+    row: TokenSequence, old: list[float], c: AlgorithmConfig
+) -> list[float]:
     """With the KL that is in the rewards of this and later tokens."""
     advantages = list(row.advantages)
     if c.kl is None or c.kl.added_to != "reward":
@@ -308,7 +316,7 @@ def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]
 
 
 def reference_loss(
-    rows: list[Row], moving: list[list[float]], config: AlgorithmConfig
+    rows: list[TokenSequence], moving: list[list[float]], config: AlgorithmConfig
 ) -> float:
     """`moving`: the current log-probs with the gradient; those in the rows are
     constants. Entropies are constants too."""
@@ -319,10 +327,10 @@ def reference_loss(
         shaped = replace(row, advantages=advantages_of(row, old, config))
         weight = aggregation_weight(row, rows, config)
         for t, advantage in enumerate(shaped.advantages):
-            surrogate = surrogate_of(
+            policy_loss = policy_loss_values(
                 shaped, t, current, row.current, old, config, advantage
             )
-            loss = weight_of(row, t, old, config) * surrogate
+            loss = weight_of(row, t, old, config) * policy_loss
             if config.kl is not None and config.kl.added_to == "loss":
                 divergence = divergence_of(
                     current[t],
@@ -342,11 +350,13 @@ def reference_loss(
     return total
 
 
-def is_solved(row: Row) -> bool:
+def is_solved(row: TokenSequence) -> bool:
     return row.rollout % 2 == 0
 
 
-def reference_gradient(rows: list[Row], config: AlgorithmConfig) -> list[float]:
+def reference_gradient(
+    rows: list[TokenSequence], config: AlgorithmConfig
+) -> list[float]:
     """NaN where the two one-sided differences disagree: on a bound."""
 
     def loss_with_step(index: int, t: int, step: float) -> float:
@@ -371,8 +381,8 @@ def reference_gradient(rows: list[Row], config: AlgorithmConfig) -> list[float]:
 
 
 def inputs_of(
-    rows: list[Row],
-    all_rows: list[Row],
+    rows: list[TokenSequence],
+    all_rows: list[TokenSequence],
     config: AlgorithmConfig,
     dtype: torch.dtype = torch.float64,
 ) -> LossInputs:
@@ -394,15 +404,15 @@ def inputs_of(
     return LossInputs(
         current_N=column("current").requires_grad_(),
         entropy_N=column("entropy").requires_grad_(),
-        rows=Rows(
-            row_N=torch.arange(len(rows)).repeat_interleave(lengths_R),
+        samples=Samples(
+            sample_N=torch.arange(len(rows)).repeat_interleave(lengths_R),
             tokens_R=lengths_R.to(dtype),
             rollout_tokens_R=of_rows(rollout_tokens),
             group_tokens_R=of_rows(group_tokens),
         ),
         denominators=Denominators(
             tokens=num_tokens(all_rows),
-            rows=len(all_rows),
+            samples=len(all_rows),
             rollouts=len({row.rollout for row in all_rows}),
             groups=len({row.group for row in all_rows}),
             solved_tokens=num_tokens([row for row in all_rows if is_solved(row)]),
@@ -421,12 +431,12 @@ def inputs_of(
 
 
 def length_numbers_of(
-    row: Row, rows: list[Row], config: AlgorithmConfig
+    row: TokenSequence, rows: list[TokenSequence], config: AlgorithmConfig
 ) -> tuple[float, float]:
     """The weight of the row's rollout, and its slope."""
     settings = length_settings(config)
     lengths = lengths_of_group(row.group, rows)
-    weights_G, slopes_G = weights_of_group(
+    weights_G, slopes_G = group_weights(
         np.array(list(lengths.values()), np.float64),
         settings.exponent,
         settings.scale,
@@ -436,8 +446,8 @@ def length_numbers_of(
 
 
 def run(
-    rows: list[Row],
-    all_rows: list[Row],
+    rows: list[TokenSequence],
+    all_rows: list[TokenSequence],
     config: AlgorithmConfig,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
@@ -499,7 +509,7 @@ configs = st.builds(
         ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
     ),
     aggregation_constant=st.just(7.0),
-    row_weight=st.sampled_from([None, LENGTH_WEIGHT]),
+    sample_weight=st.sampled_from([None, LENGTH_WEIGHT]),
     plugin=st.fixed_dictionaries({"LengthWeight": length_weights}),
     kl=st.none()
     | st.builds(
@@ -555,7 +565,7 @@ def test_the_gradient_of_lambda_equals_finite_differences(
 ) -> None:
     rows = random_rows(lengths, seed)
     current = [row.current for row in rows]
-    config = config.model_copy(update={"row_weight": LENGTH_WEIGHT})
+    config = config.model_copy(update={"sample_weight": LENGTH_WEIGHT})
     config = config.with_plugin_table("LengthWeight", weights)
 
     def loss_with_step(step: float) -> float:
@@ -626,9 +636,9 @@ def test_loss_does_not_depend_on_order_or_division_of_rows(
 
 def one_row(
     current: list[float], old: list[float], advantages: list[float]
-) -> list[Row]:
+) -> list[TokenSequence]:
     zeros = [0.0] * len(current)
-    return [Row(0, 0, current, old, old, zeros, advantages, zeros, zeros)]
+    return [TokenSequence(0, 0, current, old, old, zeros, advantages, zeros, zeros)]
 
 
 def test_sequence_ratio_moves_all_tokens_of_a_sequence_equally() -> None:
@@ -750,10 +760,10 @@ def test_gradient_of_each_kl_estimator_equals_its_table(
 def test_sum_to_go_restarts_with_each_row() -> None:
     from invrl.algorithms.policy_loss.kl import to_go
 
-    rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
+    rows = Samples.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
     values_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     assert to_go(values_N, rows).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
-    no_rows = Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))
+    no_rows = Samples.each_a_rollout(torch.zeros(0, dtype=torch.int64))
     assert to_go(torch.zeros(0), no_rows).tolist() == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_rows import one_row, tokens_alone
+from loss_samples import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
@@ -102,7 +102,7 @@ def run(
         advantages_N=column("advantage"),
         reference_N=column("reference"),
         entropy_N=None,
-        rows=one_row(len(tokens)),
+        samples=one_row(len(tokens)),
         denominators=tokens_alone(denominator),
     )
     outputs = policy_loss(inputs, config)
@@ -254,7 +254,7 @@ def test_clipping_in_each_direction_has_the_expected_loss_and_gradient(
 def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
     """On the bound both branches are equal, so the loss is certain; the clip fraction
     counts neither."""
-    from invrl.algorithms.policy_loss.surrogates import clip, clipped_tokens
+    from invrl.algorithms.policy_loss.policy_losses import clip, clipped_tokens
 
     ratio_N = torch.tensor([1.25, 1.25, 0.5, 0.5], requires_grad=True)
     advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0])
@@ -423,7 +423,7 @@ def test_entropy_is_reported_and_does_not_change_the_loss() -> None:
         advantages_N=torch.ones(3),
         reference_N=None,
         entropy_N=torch.tensor([1.0, 2.0, 3.0]),
-        rows=one_row(3),
+        samples=one_row(3),
         denominators=tokens_alone(3.0),
     )
     outputs = policy_loss(inputs, AlgorithmConfig())
@@ -442,7 +442,7 @@ def test_no_gradient_reaches_old_rollout_or_reference() -> None:
         advantages_N=torch.ones(2),
         reference_N=reference_N,
         entropy_N=None,
-        rows=one_row(2),
+        samples=one_row(2),
         denominators=tokens_alone(2.0),
     )
     policy_loss(inputs, AlgorithmConfig(kl={"coefficient": 1.0})).loss.backward()
@@ -462,7 +462,7 @@ def test_wrong_loss_inputs_are_refused() -> None:
             advantages_N=zero,
             reference_N=None,
             entropy_N=None,
-            rows=one_row(3),
+            samples=one_row(3),
             denominators=tokens_alone(3.0),
         )
     inputs = LossInputs(
@@ -472,7 +472,7 @@ def test_wrong_loss_inputs_are_refused() -> None:
         advantages_N=zero,
         reference_N=None,
         entropy_N=None,
-        rows=one_row(2),
+        samples=one_row(2),
         denominators=tokens_alone(2.0),
     )
     with pytest.raises(ValueError, match="denominator"):
@@ -480,7 +480,7 @@ def test_wrong_loss_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         replace(inputs, columns={"score": torch.zeros(3)})
     with pytest.raises(ValueError, match="one shape"):
-        replace(inputs, rows=one_row(3))
+        replace(inputs, samples=one_row(3))
     with pytest.raises(ValueError, match="no reference"):
         policy_loss(inputs, AlgorithmConfig(kl={"coefficient": 0.1}))
 
@@ -505,7 +505,7 @@ def test_policy_loss_of_the_user_replaces_the_built_in_one() -> None:
         advantages_N=torch.ones(1),
         reference_N=None,
         entropy_N=None,
-        rows=one_row(1),
+        samples=one_row(1),
         denominators=tokens_alone(1.0),
     )
     assert policy_loss(

@@ -21,7 +21,7 @@ discounts = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 
 
 @dataclass
-class Row:
+class TokenSequence:
     rewards: np.ndarray
     values: np.ndarray
     ratios: np.ndarray
@@ -33,7 +33,7 @@ class Row:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn) -> TokenSequence:
     """Up to 40 tokens, any of them trained, also none. Numbers of others are NaN:
     nothing reads them."""
     mask = draw(st.lists(st.booleans(), max_size=40))
@@ -44,11 +44,11 @@ def rows(draw: st.DrawFn) -> Row:
                 [draw(of) if is_trained else np.nan for is_trained in mask], np.float64
             )
         )
-    return Row(*columns, mask=np.array(mask, np.bool_))
+    return TokenSequence(*columns, mask=np.array(mask, np.bool_))
 
 
 @given(row=rows(), discount=discounts)
-def test_returns_equal_the_loop(row: Row, discount: float) -> None:
+def test_returns_equal_the_loop(row: TokenSequence, discount: float) -> None:
     expected = np.zeros(len(row.mask))
     following = 0.0
     for t in reversed(row.steps):
@@ -58,7 +58,7 @@ def test_returns_equal_the_loop(row: Row, discount: float) -> None:
     assert measured.tolist() == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
 
 
-def gae_loop(row: Row, discount: float, lam: float) -> np.ndarray:
+def gae_loop(row: TokenSequence, discount: float, lam: float) -> np.ndarray:
     advantages = np.zeros(len(row.mask))
     next_value = 0.0
     next_advantage = 0.0
@@ -74,7 +74,7 @@ def gae_loop(row: Row, discount: float, lam: float) -> np.ndarray:
     row=rows(), discount=discounts, lam=discounts, critic_lambda=st.none() | discounts
 )
 def test_gae_equals_the_loop(
-    row: Row, discount: float, lam: float, critic_lambda: float | None
+    row: TokenSequence, discount: float, lam: float, critic_lambda: float | None
 ) -> None:
     credit = gae(
         row.rewards,
@@ -97,7 +97,9 @@ def test_gae_equals_the_loop(
 
 
 @given(row=rows(), discount=discounts)
-def test_critic_target_with_lambda_1_is_the_return(row: Row, discount: float) -> None:
+def test_critic_target_with_lambda_1_is_the_return(
+    row: TokenSequence, discount: float
+) -> None:
     credit = gae(
         row.rewards,
         row.values,
@@ -114,7 +116,7 @@ def test_critic_target_with_lambda_1_is_the_return(row: Row, discount: float) ->
 
 @given(row=rows(), discount=discounts, lam=discounts)
 def test_context_tokens_are_not_steps_of_token_advantages(
-    row: Row, discount: float, lam: float
+    row: TokenSequence, discount: float, lam: float
 ) -> None:
     """The same numbers without the tokens in between."""
     whole = gae(row.rewards, row.values, row.mask, discount=discount, policy_lambda=lam)
@@ -137,7 +139,7 @@ def test_context_tokens_are_not_steps_of_token_advantages(
     lam=st.sampled_from([0.9, 1.0]),
 )
 def test_v_trace_equals_the_loop(
-    row: Row, discount: float, rho_bar: float, c_bar: float, lam: float
+    row: TokenSequence, discount: float, rho_bar: float, c_bar: float, lam: float
 ) -> None:
     credit = v_trace(
         row.rewards,
@@ -170,7 +172,7 @@ def test_v_trace_equals_the_loop(
 
 
 @given(row=rows(), discount=discounts)
-def test_on_policy_v_trace_is_the_return(row: Row, discount: float) -> None:
+def test_on_policy_v_trace_is_the_return(row: TokenSequence, discount: float) -> None:
     credit = v_trace(
         row.rewards, row.values, np.ones(len(row.mask)), row.mask, discount=discount
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.advantages.whitening import Moments, whiten, whiten_rows
+from invrl.algorithms.advantages.whitening import Moments, whiten, whiten_samples
 from invrl.algorithms.config import WhitenedOver
 
 numbers = st.floats(-10, 10)
@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
 def whitened(
     rows: list[Row], over: WhitenedOver, std_floor: float = 0.0
 ) -> list[list[float]]:
-    arrays = whiten_rows(
+    arrays = whiten_samples(
         [np.array(row.values, np.float64) for row in rows],
         [np.array(row.mask, np.bool_) for row in rows],
         [row.rollout for row in rows],

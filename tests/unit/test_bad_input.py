@@ -19,7 +19,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
-from invrl.cli.command_settings import settings_of
+from invrl.cli.command_settings import settings_for_command
 from invrl.cli.flags import parse_flags
 from invrl.families.registry import FAMILIES
 from invrl.rollout.tasks.tasks import held_out_only
@@ -638,8 +638,8 @@ def test_unusable_metrics_address_is_refused(
             "http://10.0.0.5:30000",
         ),
         (
-            ["--num-minibatches", "5"],
-            "algorithm.num_minibatches",
+            ["--num-mini-batches", "5"],
+            "algorithm.num_mini_batches",
             "whole groups",
             "--rollout-batch-size",
         ),
@@ -647,13 +647,13 @@ def test_unusable_metrics_address_is_refused(
             ["--routing-replay", "trainer"],
             "train.routing_replay",
             "is the old one",
-            "--num-minibatches",
+            "--num-mini-batches",
         ),
         (
             [
                 "--routing-replay",
                 "trainer",
-                "--num-minibatches",
+                "--num-mini-batches",
                 "2",
                 "--old-logprobs",
                 "engine",
@@ -664,7 +664,7 @@ def test_unusable_metrics_address_is_refused(
         ),
         (
             [
-                *("--routing-replay", "trainer", "--num-minibatches", "2"),
+                *("--routing-replay", "trainer", "--num-mini-batches", "2"),
                 *(
                     "--megatron-recompute-granularity",
                     "selective",
@@ -730,10 +730,10 @@ def test_unusable_metrics_address_is_refused(
             "--num-layers-in-last-pipeline-stage 1 fits",
         ),
         (
-            ["--max-row-tokens", "8"],
+            ["--max-sample-tokens", "8"],
             "rollout.max_new_tokens",
             "a conversation holds 8",
-            "--max-row-tokens",
+            "--max-sample-tokens",
         ),
         (
             ["--gateway.host", "192.0.2.1"],
@@ -925,7 +925,7 @@ def test_run_folder_of_a_live_run_is_refused(
     if command != "serve":
         flags += [*AGENT, *SOURCE, "--eval.tasks", "2"]
     config = resolve(
-        *parse_flags(flags, command=command), settings_of(command).source()
+        *parse_flags(flags, command=command), settings_for_command(command).source()
     )
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})

@@ -15,8 +15,8 @@ from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
 from invrl.families.hf_config import read_hf_config
-from invrl.train.batches.bin_packing import even_bins, fill_bins
-from invrl.train.batches.micro_batch import Row, rows_of
+from invrl.train.batches.bin_packing import balance_bins, pack_into_bins
+from invrl.train.batches.micro_batch import TokenSequence, token_sequences
 from invrl.train.batches.packing import common_prefix, pack, token_order_key
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
@@ -76,7 +76,7 @@ def test_every_row_is_in_exactly_one_bin_within_its_capacity(
     rows: list[Tokens], capacity: int
 ) -> None:
     lengths = [len(row) for row in rows]
-    bins = fill_bins(lengths, shared_lengths(rows), capacity=capacity)
+    bins = pack_into_bins(lengths, shared_lengths(rows), capacity=capacity)
     assert sorted(itertools.chain(*bins)) == list(range(len(rows)))
     assert bins == sorted(sorted(places) for places in bins)
     check_capacity(bins, rows, capacity)
@@ -88,7 +88,7 @@ def test_every_row_is_in_exactly_one_bin_within_its_capacity(
 def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
     lengths = long_tailed(np.random.default_rng(seed), 10_000)
     capacity = 16_384
-    bins = fill_bins(lengths, [0] * len(lengths), capacity=capacity)
+    bins = pack_into_bins(lengths, [0] * len(lengths), capacity=capacity)
     assert max(sum(lengths[place] for place in places) for places in bins) <= capacity
     assert sum(lengths) / (len(bins) * capacity) >= 0.99
 
@@ -96,14 +96,14 @@ def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
 def test_group_over_the_capacity_repeats_its_prompt_as_rarely_as_possible() -> None:
     """16 rows of a prompt of 3,000 and an answer of 200: five answers fit beside the
     prompt."""
-    bins = fill_bins([3200] * 16, [0] + [3000] * 15, capacity=4096)
+    bins = pack_into_bins([3200] * 16, [0] + [3000] * 15, capacity=4096)
     assert [len(places) for places in bins] == [5, 5, 5, 1]
 
 
 def test_rests_of_split_groups_share_a_bin() -> None:
     """Three of a group's four rows fill a bin. Of the three rows left over two fit
     together."""
-    bins = fill_bins([400] * 12, ([0] + [100] * 3) * 3, capacity=1000)
+    bins = pack_into_bins([400] * 12, ([0] + [100] * 3) * 3, capacity=1000)
     assert sorted(len(places) for places in bins) == [1, 2, 3, 3, 3]
 
 
@@ -111,15 +111,15 @@ def test_chain_of_forks_deeper_than_the_recursion_limit_is_packed() -> None:
     """Each of 5,000 rows goes one token further along the one before it and then leaves
     it."""
     lengths = list(range(2, 5002))
-    bins = fill_bins(lengths, [0, *range(1, 5000)], capacity=4000)
+    bins = pack_into_bins(lengths, [0, *range(1, 5000)], capacity=4000)
     assert sorted(itertools.chain(*bins)) == list(range(5000))
     assert len(bins) < 1100
 
 
 def group_rows(
     rng: np.random.Generator, groups: int, members: int, *, system: int = 0
-) -> list[Row]:
-    return rows_of(
+) -> list[TokenSequence]:
+    return token_sequences(
         long_tailed_batch(rng, groups, members, system=system, longest=1500).samples
     )
 
@@ -170,8 +170,8 @@ def test_evening_out_bins_keeps_their_rows_and_raises_no_maximum_cost(
             total += work(place, shared_with_before)
         return total
 
-    bins = fill_bins(lengths, shared, capacity=capacity)
-    even = even_bins(bins, lengths, shared, capacity=capacity, work=work)
+    bins = pack_into_bins(lengths, shared, capacity=capacity)
+    even = balance_bins(bins, lengths, shared, capacity=capacity, work=work)
     assert len(even) == len(bins)
     assert sorted(itertools.chain(*even)) == list(range(len(rows)))
     check_capacity(even, rows, capacity)
@@ -179,11 +179,11 @@ def test_evening_out_bins_keeps_their_rows_and_raises_no_maximum_cost(
     assert max(map(cost, even)) <= largest_before * (1 + 1e-9)
 
 
-def micro_batch_costs(rows: list[Row], max_tokens: int) -> list[float]:
+def micro_batch_costs(rows: list[TokenSequence], max_tokens: int) -> list[float]:
     micro_batches = pack(rows, max_tokens=max_tokens, share_prefixes=True, cost=SMOLLM2)
     costs: list[float] = []
     for micro_batch in micro_batches:
-        packed_rows = [rows[index] for index, _ in micro_batch.rows]
+        packed_rows = [rows[index] for index, _ in micro_batch.sequences]
         costs.append(work(packed_rows, SMOLLM2))
     return costs
 
@@ -244,7 +244,7 @@ def long_tailed_batch(
     )
 
 
-def work(rows: list[Row], cost: ComputeCost) -> float:
+def work(rows: list[TokenSequence], cost: ComputeCost) -> float:
     """Of computing these rows together, as the packing does: token by token of their
     prefix tree."""
     total = 0.0
@@ -263,7 +263,7 @@ def work(rows: list[Row], cost: ComputeCost) -> float:
 
 def work_by_rank(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[float]:
     shards = shard_batch(batch, ranks=ranks, steps=1, cost=cost)
-    return [work(rows_of(shard[0].samples), cost) for shard in shards]
+    return [work(token_sequences(shard[0].samples), cost) for shard in shards]
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -272,7 +272,7 @@ def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
     assert sum(by_rank) == pytest.approx(
-        work(rows_of(batch.samples), SMOLLM2), rel=1e-4
+        work(token_sequences(batch.samples), SMOLLM2), rel=1e-4
     ), "no group was split"
 
 
@@ -293,9 +293,9 @@ def test_few_groups_are_split_to_balance_ranks(
     )
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
-    alone = work(rows_of(batch.samples), SMOLLM2) + (ranks - 1) * SMOLLM2.tokens(
-        0, system
-    )
+    alone = work(token_sequences(batch.samples), SMOLLM2) + (
+        ranks - 1
+    ) * SMOLLM2.tokens(0, system)
     assert sum(by_rank) < 1.06 * alone
 
 
@@ -320,9 +320,9 @@ def test_rollouts_are_exchanged_until_ranks_have_even_work(
         np.random.default_rng(seed), groups, members, longest=4096
     )
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
-    longest = max(work([row], SMOLLM2) for row in rows_of(batch.samples))
+    longest = max(work([row], SMOLLM2) for row in token_sequences(batch.samples))
     assert max(by_rank) <= max(1.02 * sum(by_rank) / ranks, 1.0001 * longest)
-    assert sum(by_rank) < 1.08 * work(rows_of(batch.samples), SMOLLM2)
+    assert sum(by_rank) < 1.08 * work(token_sequences(batch.samples), SMOLLM2)
 
 
 def test_balancing_also_starts_from_splits_with_more_work() -> None:
@@ -330,7 +330,7 @@ def test_balancing_also_starts_from_splits_with_more_work() -> None:
     rank that computes every prompt once; from another split it is 1.038."""
     batch = long_tailed_batch(np.random.default_rng(7), 8, 16, longest=4096)
     by_rank = work_by_rank(batch, 8, SMOLLM2)
-    assert max(by_rank) <= 1.045 * work(rows_of(batch.samples), SMOLLM2) / 8
+    assert max(by_rank) <= 1.045 * work(token_sequences(batch.samples), SMOLLM2) / 8
 
 
 def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_run import role_of, step_shares
+from benchmarks.live_run import process_role, step_shares
 from benchmarks.ratios import (
     Entry,
     Speeds,
@@ -160,4 +160,4 @@ def test_time_shares_exclude_the_first_and_the_last_step() -> None:
     ],
 )
 def test_processes_are_classified_by_their_command_lines(line: str, role: str) -> None:
-    assert role_of(line.split()) == role
+    assert process_role(line.split()) == role

@@ -21,17 +21,17 @@ from benchmarks.training.hugging_face_step import pad_batch
 from benchmarks.training.trainer import (
     BenchSettings,
     _LayoutResult,
-    _ratios_of_steps,
     _refusal,
+    _step_ratios,
     _StepResult,
     measure_trainer,
 )
 from benchmarks.training.workloads import make_batch
-from invrl.cli.main import exit_code_of
+from invrl.cli.main import run_with_exit_code
 from invrl.errors import TrainError
 from invrl.families.hf_config import read_hf_config
 from invrl.host.processes.process import still_running
-from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.micro_batch import token_sequences
 from invrl.train.batches.packing import pack
 from invrl.train.config import TrainConfig
 from invrl.user_code.model_folder import tensor_shapes
@@ -64,7 +64,9 @@ def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> 
         == sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
         > 0
     )
-    micro_batches = pack(rows_of(batch.samples), max_tokens=8192, share_prefixes=True)
+    micro_batches = pack(
+        token_sequences(batch.samples), max_tokens=8192, share_prefixes=True
+    )
     assert sum(len(micro_batch.tokens_P) for micro_batch in micro_batches) == computed
 
 
@@ -107,7 +109,7 @@ def test_objective_time_excludes_model_and_optimizer() -> None:
         operations_per_s=[4e9, 6e9],
         matmul_operations_per_s=1e10,
     )
-    assert _ratios_of_steps(steps).ratios == pytest.approx(
+    assert _step_ratios(steps).ratios == pytest.approx(
         {"equal_lengths": 1.05, "compute_share": 0.85, "model_flops_utilization": 0.5}
     )
 
@@ -268,5 +270,5 @@ def test_trainer_bench_refuses_bad_arguments(
         "EMPTY": str(tmp_path),
     }
     command_line = [folders.get(argument, argument) for argument in arguments]
-    assert exit_code_of(partial(benchmark_training, command_line)) == 2
+    assert run_with_exit_code(partial(benchmark_training, command_line)) == 2
     assert reason in capsys.readouterr().err

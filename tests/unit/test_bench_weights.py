@@ -18,10 +18,10 @@ from benchmarks.ratios import Entry, Part, exceeded, rises
 from benchmarks.weight_updates import measurement as weights
 from benchmarks.weight_updates.changing_weights import (
     ChangingWeights,
-    config_of,
-    config_of_1b,
     empty_tensors,
+    one_billion_config,
     random_tensors,
+    read_model_config,
 )
 from benchmarks.weight_updates.loader_program import (
     engine_shapes,
@@ -42,10 +42,10 @@ from benchmarks.weight_updates.weight_updates import (
     measure_idle,
     measure_in_flight,
     part_in_flight,
-    summary_of,
+    summarize,
 )
 from benchmarks.weights import benchmark_weights
-from invrl.cli.main import exit_code_of
+from invrl.cli.main import run_with_exit_code
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.inside_sglang.weight_update_routes import PAUSE_PATH
@@ -53,7 +53,7 @@ from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
 from invrl.weights.config import ArenaWeights
 from invrl.weights.loader.parameter_places import plan
-from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import make_spec
 
 
 def window(start: float, end: float) -> Window:
@@ -159,7 +159,7 @@ def test_bench_phases_are_medians() -> None:
         timed_update(0, 1, load=seconds, ready_s=10 * seconds)
         for seconds in (0.3, 0.1, 0.2)
     ]
-    summary = summary_of(updates)
+    summary = summarize(updates)
     assert summary["phases"] == {"load": 0.2}
     assert summary["ready_s"] == 2.0
     assert summary["updates"] == 3
@@ -204,8 +204,8 @@ def test_the_loader_has_the_parameters_of_an_engine(
     family: str, tmp_path: Path
 ) -> None:
     model = make_tiny_model(tmp_path / "model", family=family)  # type: ignore[arg-type]
-    empty = empty_tensors(config_of(model), torch.float32)
-    layout = tuple(spec_of(name, tensor) for name, tensor in empty.items())
+    empty = empty_tensors(read_model_config(model), torch.float32)
+    layout = tuple(make_spec(name, tensor) for name, tensor in empty.items())
     module = make_module(engine_shapes(layout), torch.float32)
     parameters = dict(module.named_parameters())
     assert "model.layers.0.self_attn.qkv_proj.weight" in parameters
@@ -213,7 +213,7 @@ def test_the_loader_has_the_parameters_of_an_engine(
 
 
 def test_the_large_model_has_1_24_billion_parameters() -> None:
-    empty = empty_tensors(config_of_1b(), torch.bfloat16)
+    empty = empty_tensors(one_billion_config(), torch.bfloat16)
     assert sum(tensor.numel() for tensor in empty.values()) == 1_235_814_400
 
 
@@ -395,7 +395,7 @@ def test_weight_bench_refuses_bad_arguments(
     command_line = [
         model if argument == "MODEL" else argument for argument in arguments
     ]
-    assert exit_code_of(partial(benchmark_weights, command_line)) == 2
+    assert run_with_exit_code(partial(benchmark_weights, command_line)) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import pytest
 import invrl
 from invrl.cli import flags
 from invrl.cli import main as cli
-from invrl.cli.command_settings import settings_of
+from invrl.cli.command_settings import settings_for_command
 from invrl.errors import ConfigError, ServerError
 from invrl.run.processes import supervisor
 from invrl.run.processes.driver_commands import INCARNATION_COMMAND
@@ -161,7 +161,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     own = {
         setting.flag
         for setting in flags.SETTING_FLAGS
-        if settings_of(name).uses(setting.table, setting.key)
+        if settings_for_command(name).uses(setting.table, setting.key)
     }
     settings = {setting.flag for setting in flags.SETTING_FLAGS}
     assert settings & shown == (own if cli.COMMANDS[name].takes_settings else set())
@@ -278,7 +278,7 @@ def test_failed_run_exits_with_1_and_names_its_log(
 
 def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
     for command in ("serve", "eval"):
-        uses = settings_of(command).uses
+        uses = settings_for_command(command).uses
         assert uses("model", "model_path")
         assert uses("run", "run_name")
         assert uses("gateway", "chat_template_path")
@@ -289,12 +289,13 @@ def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
             for leaf in flags.SETTING_FLAGS
             if leaf.table in TRAIN_ONLY
         )
-    assert settings_of("serve").uses("rollout", "temperature")
-    assert not settings_of("serve").uses("rollout", "rollout_function_path")
-    assert settings_of("eval").uses("rollout", "rollout_function_path")
-    assert settings_of("eval").uses("eval", "samples_per_task")
+    assert settings_for_command("serve").uses("rollout", "temperature")
+    assert not settings_for_command("serve").uses("rollout", "rollout_function_path")
+    assert settings_for_command("eval").uses("rollout", "rollout_function_path")
+    assert settings_for_command("eval").uses("eval", "samples_per_task")
     assert all(
-        settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS
+        settings_for_command("train").uses(leaf.table, leaf.key)
+        for leaf in flags.SETTING_FLAGS
     )
 
 
@@ -310,7 +311,7 @@ def test_settings_of_other_commands_do_not_contradict_a_limit(
 ) -> None:
     with pytest.raises(ConfigError):
         resolve(*flags.parse_flags(limits))  # it does in training
-    own = settings_of(command)
+    own = settings_for_command(command)
     config = resolve(*flags.parse_flags(limits, command=command), own.source())
     for table, values in own.neutral.items():
         assert not any(own.uses(table, key) for key in values)

@@ -138,7 +138,7 @@ def test_quickstart_preset_has_the_measured_settings() -> None:
     assert train.adam_beta2 == 0.99
     assert train.clip_grad == 1.0
     assert config.algorithm.kl is None
-    assert config.algorithm.num_minibatches == 1
+    assert config.algorithm.num_mini_batches == 1
     assert rollout.eval.tasks >= 100
     make_checks(config, USER_CODE)
 
@@ -335,10 +335,10 @@ def test_configuration_is_frozen() -> None:
             "--data-parallel",
         ),
         (
-            ["--num-minibatches", "5"],
-            "algorithm.num_minibatches",
+            ["--num-mini-batches", "5"],
+            "algorithm.num_mini_batches",
             "whole groups",
-            "--num-minibatches",
+            "--num-mini-batches",
         ),
         (
             ["--n-samples-per-prompt", "1", "--advantage", "reinforce"],
@@ -857,13 +857,13 @@ def first_words(config: Config) -> list[str]:
     ("flags", "inert"),
     [
         ([], ["the clip"]),
-        (["--num-minibatches", "2"], []),
+        (["--num-mini-batches", "2"], []),
         (["--old-logprobs", "engine"], ["the truncated"]),
         (["--old-logprobs", "engine", "--correction", "none"], []),
-        (["--old-logprobs", "engine", "--num-minibatches", "4"], ["the truncated"]),
+        (["--old-logprobs", "engine", "--num-mini-batches", "4"], ["the truncated"]),
         (["--algorithm-preset", "grpo"], ["the clip"]),
         (["--algorithm-preset", "dapo"], []),
-        (["--algorithm-preset", "dapo", "--num-minibatches", "1"], ["the clip"]),
+        (["--algorithm-preset", "dapo", "--num-mini-batches", "1"], ["the clip"]),
     ],
 )
 def test_settings_without_effect_are_listed(flags: list[str], inert: list[str]) -> None:
@@ -902,4 +902,4 @@ def test_run_prints_settings_without_effect_at_its_start(
         if line.startswith("note: ")
     ]
     assert len(notes) == (1 if not flags else 0)
-    assert all("the clip" in line and "--num-minibatches" in line for line in notes)
+    assert all("the clip" in line and "--num-mini-batches" in line for line in notes)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from packed_rows import LAYOUTS, rows, shares_of, sights, visible
 
 from invrl.train.batches import packing
-from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers.sliding_window import windowed
 
 
-def packed(data: list[Row]) -> MicroBatch:
+def packed(data: list[TokenSequence]) -> MicroBatch:
     [micro_batch] = pack(data, max_tokens=10_000, share_prefixes=True)
     return micro_batch
 
@@ -30,7 +30,7 @@ def packed(data: list[Row]) -> MicroBatch:
 @settings(max_examples=60, deadline=None)
 def test_queries_of_context_ranks_see_the_keys_of_one_rank(
     layout: str,
-    data: list[Row],
+    data: list[TokenSequence],
     ranks: int,
     multiple: int,
     window: int | None,
@@ -60,7 +60,7 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
     multiple=st.integers(1, 3),
 )
 def test_every_token_has_one_rank_and_all_ranks_have_equally_many(
-    data: list[Row],
+    data: list[TokenSequence],
     ranks: int,
     multiple: int,
 ) -> None:
@@ -82,7 +82,7 @@ def test_every_token_has_one_rank_and_all_ranks_have_equally_many(
     multiple=st.integers(1, 3),
 )
 def test_gathered_tokens_are_in_the_order_of_the_ranks(
-    data: list[Row],
+    data: list[TokenSequence],
     ranks: int,
     multiple: int,
 ) -> None:
@@ -99,7 +99,7 @@ def test_gathered_tokens_are_in_the_order_of_the_ranks(
     multiple=st.integers(1, 5),
 )
 def test_padding_is_a_separate_tree(
-    data: list[Row],
+    data: list[TokenSequence],
     ranks: int,
     multiple: int,
 ) -> None:
@@ -118,13 +118,13 @@ def test_padding_is_a_separate_tree(
         assert (places == expected).all()
     for places in attended_by_padding:
         assert places.min() >= num_tokens
-    assert padded.rows is micro_batch.rows
+    assert padded.sequences is micro_batch.sequences
     assert padded.project_U is micro_batch.project_U
 
 
 @given(data=rows(), ranks=st.integers(1, 4))
 def test_every_wanted_token_is_predicted_on_one_rank(
-    data: list[Row],
+    data: list[TokenSequence],
     ranks: int,
 ) -> None:
     """From the token before it, at its own temperature."""
@@ -141,9 +141,9 @@ def test_every_wanted_token_is_predicted_on_one_rank(
         assert (own.targets_N == targets_N[is_own_N]).all()
         assert (own_places_N == places_N[is_own_N]).all()
         assert (own_temperatures_N == temperatures_N[is_own_N]).all()
-        indices_U = share.indices_of(own.project_U)
+        indices_U = share.own_indices(own.project_U)
         assert (share.places_Q[indices_U] == own.project_U).all()
-        num_wanted = sum(len(wanted_N) for _, wanted_N in own.rows)
+        num_wanted = sum(len(wanted_N) for _, wanted_N in own.sequences)
         assert num_wanted == is_own_N.sum()
     assert (num_ranks_N == 1).all()
 
@@ -151,7 +151,7 @@ def test_every_wanted_token_is_predicted_on_one_rank(
 def test_a_grammar_stays_with_its_row_of_logits() -> None:
     """Every second token is under a mask of its own."""
     masks = tuple(bytes([number]) if number % 2 else None for number in range(1, 9))
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.arange(9, dtype=np.int32),
         wanted_N=np.arange(1, 9),
         temperature=1.0,
@@ -174,7 +174,7 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
 def test_a_long_row_is_divided_evenly(ranks: int) -> None:
     """Tokens to within one of each piece, and keys seen to within a percent."""
     length = 2001
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.arange(length, dtype=np.int32),
         wanted_N=np.array([length - 1]),
         temperature=1.0,

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss_rows import tokens_alone
+from loss_samples import tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import LossInputs, Rows
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.loss_inputs import LossInputs, Samples
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.algorithms.policy_loss.old_policy import old_logprobs
 
 A3PO = AlgorithmConfig(old_logprobs="invrl.contrib.a3po:Interpolated")
 
 
 def test_only_the_interpolated_policy_reads_the_age_of_tokens() -> None:
-    assert needs_of(A3PO).staleness
-    assert not needs_of(A3PO).old
-    assert not needs_of(AlgorithmConfig()).staleness
+    assert objective_needs(A3PO).staleness
+    assert not objective_needs(A3PO).old
+    assert not objective_needs(AlgorithmConfig()).staleness
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_interpolated_policy_approaches_the_current_policy_with_age(
 ) -> None:
     expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
     current_N = torch.tensor([-1.0], requires_grad=True)
-    row = Rows.each_a_rollout(torch.tensor([0]))
+    row = Samples.each_a_rollout(torch.tensor([0]))
     inputs = LossInputs(
         current_N=current_N,
         entropy_N=None,

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_rows import row_of_turns
+from training_samples_example import row_of_turns
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.policy_loss.axis_plugins import load_row_weight
+from invrl.algorithms.policy_loss.axis_plugins import load_sample_weight
 from invrl.contrib.lambda_grpo import (
     LAMBDA_GRADIENT,
     LENGTH_SLOPE,
     LENGTH_WEIGHT,
     LearnedExponent,
     LengthWeight,
+    group_weights,
     largest_scale,
-    weights_of_group,
 )
 from invrl.types.batches import TrainedCounts, TrainSample
 
@@ -34,7 +34,7 @@ def of_lengths(
     scale: float = 1 / 9,
 ) -> list[float]:
     lengths_G = np.array(values, np.float64)
-    weights_G, _ = weights_of_group(lengths_G, exponent, scale)
+    weights_G, _ = group_weights(lengths_G, exponent, scale)
     return weights_G.tolist()
 
 
@@ -71,7 +71,7 @@ def test_length_weights_and_their_slopes_equal_the_formula(
     scale: float,
 ) -> None:
     lengths_G = np.array(values, np.float64)
-    weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
+    weights_G, slopes_G = group_weights(lengths_G, exponent, scale)
     expected = by_loops(values, exponent, scale)
     assert weights_G.tolist() == pytest.approx(expected, rel=1e-11)
     assert weights_G.mean() == pytest.approx(1.0, rel=1e-13)
@@ -151,7 +151,7 @@ def test_length_weights_are_finite_for_any_lambda_and_lengths(
     """Also where 1 + r z is below 0."""
     lengths_G = np.full(21, 10_000.0)
     lengths_G[0] = 1.0
-    weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
+    weights_G, slopes_G = group_weights(lengths_G, exponent, scale)
     assert np.isfinite(weights_G).all()
     assert np.isfinite(slopes_G).all()
     assert weights_G.mean() == pytest.approx(1.0)
@@ -233,7 +233,7 @@ def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
 
 def test_exponent_follows_only_its_own_gradient() -> None:
     config = AlgorithmConfig(
-        row_weight="invrl.contrib.lambda_grpo:LengthWeight",
+        sample_weight="invrl.contrib.lambda_grpo:LengthWeight",
         plugin={"LengthWeight": {"exponent": 0.5, "scale": 0.2}},
     )
     learned = LearnedExponent(lr=0.1)
@@ -246,8 +246,8 @@ def test_exponent_follows_only_its_own_gradient() -> None:
 
 def test_learned_exponent_may_leave_the_bounds_of_the_setting() -> None:
     """A run does not end because the loss drives it far."""
-    config = AlgorithmConfig(row_weight="invrl.contrib.lambda_grpo:LengthWeight")
+    config = AlgorithmConfig(sample_weight="invrl.contrib.lambda_grpo:LengthWeight")
     within = LearnedExponent(lr=1.0).within(config, {"length_lambda": -123.0})
-    weight = load_row_weight(within)
+    weight = load_sample_weight(within)
     assert isinstance(weight, LengthWeight)
     assert weight.exponent == -123.0

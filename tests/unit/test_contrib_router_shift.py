@@ -18,7 +18,7 @@ from tiny_model import make_tiny_model
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives.example import example_inputs, try_objective
-from invrl.algorithms.objectives.objectives import Needs, needs_of
+from invrl.algorithms.objectives.objectives import Needs, objective_needs
 from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.algorithms.policy_loss.router_shift import layer_shift, score_logprobs
 from invrl.cli.checks.model_checks import check_trainable
@@ -33,7 +33,7 @@ ROUTER_SHIFT = "invrl.contrib.router_shift:RouterShift"
 RSPO = AlgorithmConfig(
     ratio_weight=ROUTER_SHIFT,
     plugin={"RouterShift": {"floor": FLOOR}},
-    num_minibatches=2,
+    num_mini_batches=2,
     correction="none",
     dual_clip=None,
 )
@@ -99,7 +99,7 @@ def expected_loss(
     assert inputs.old_N is not None
     old = inputs.old_N.double().tolist()
     advantages = inputs.advantages_N.double().tolist()
-    row_of = inputs.rows.row_N.tolist()
+    row_of = inputs.samples.sample_N.tolist()
     total = 0.0
     for t in range(len(current)):
         members = [s for s in range(len(current)) if row_of[s] == row_of[t]]
@@ -217,9 +217,9 @@ def test_missing_router_shift_is_an_error() -> None:
 
 
 def test_router_shift_is_needed_only_with_its_setting() -> None:
-    assert needs_of(RSPO).router_shift
-    assert needs_of(RSPO).old
-    assert not needs_of(AlgorithmConfig()).router_shift
+    assert objective_needs(RSPO).router_shift
+    assert objective_needs(RSPO).old
+    assert not objective_needs(AlgorithmConfig()).router_shift
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_router_shift_is_needed_only_with_its_setting() -> None:
             "under the old policy",
             "--old-logprobs recompute",
         ),
-        ("--num-minibatches 1", "no router moves", "--num-minibatches to 2"),
+        ("--num-mini-batches 1", "no router moves", "--num-mini-batches to 2"),
         ("--policy-loss policy_gradient", "has no ratio", "leave it out"),
         ("--policy-loss vespo --correction none", "has no ratio", "leave it out"),
     ],
@@ -240,8 +240,8 @@ def test_settings_that_contradict_the_router_shift_are_refused(
     flags: str, reason: str, fix: str
 ) -> None:
     given_flags = ["--ratio-weight", ROUTER_SHIFT, *flags.split()]
-    if "--num-minibatches" not in given_flags:
-        given_flags += ["--num-minibatches", "2"]
+    if "--num-mini-batches" not in given_flags:
+        given_flags += ["--num-mini-batches", "2"]
     with pytest.raises(ConfigError, match=r"ratio_weight") as refusal:
         resolve_settings(*parse_flags(given_flags))
     assert reason in str(refusal.value)
@@ -257,7 +257,7 @@ def of_run(model: Path, *flags: str) -> Config:
                 "--ratio-weight",
                 ROUTER_SHIFT,
                 *flags,
-                "--num-minibatches=2",
+                "--num-mini-batches=2",
             ]
         )
     )
@@ -304,4 +304,4 @@ without_old.needs = Needs(router_shift=True)
 def test_user_objective_declares_the_router_shift_together_with_old() -> None:
     try_objective(AlgorithmConfig(objective=f"{__name__}:of_shift"))
     with pytest.raises(PluginError, match=r"(?s)not `old`.*old=True"):
-        needs_of(AlgorithmConfig(objective=f"{__name__}:without_old"))
+        objective_needs(AlgorithmConfig(objective=f"{__name__}:without_old"))

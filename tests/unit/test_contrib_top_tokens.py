@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_rows import tokens_alone
+from loss_samples import tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopTokens
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Samples, TopTokens
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.contrib.dppo_topk import DPPODivergence
 from invrl.contrib.simko import SimKO
@@ -187,8 +187,8 @@ def inputs_of(
     return LossInputs(
         current_N=sampled("current").requires_grad_(),
         entropy_N=torch.tensor(entropies, dtype=dtype, requires_grad=True),
-        rows=Rows(
-            row_N=torch.arange(len(rows)).repeat_interleave(lengths),
+        samples=Samples(
+            sample_N=torch.arange(len(rows)).repeat_interleave(lengths),
             tokens_R=lengths.to(dtype),
             rollout_tokens_R=lengths.to(dtype),
             group_tokens_R=lengths.to(dtype),
@@ -410,12 +410,12 @@ def test_top_token_losses_of_an_empty_batch_are_0() -> None:
 
 def test_only_top_token_losses_need_top_logprobs() -> None:
     for name in ON_TOP_TOKENS:
-        assert needs_of(AlgorithmConfig(policy_loss=name)).top_logprobs
-        assert needs_of(
+        assert objective_needs(AlgorithmConfig(policy_loss=name)).top_logprobs
+        assert objective_needs(
             AlgorithmConfig(policy_loss=name, objective="distillation")
         ).top_logprobs
-    assert not needs_of(AlgorithmConfig(policy_loss="dppo_tv")).top_logprobs
-    assert not needs_of(AlgorithmConfig(objective="sft")).top_logprobs
+    assert not objective_needs(AlgorithmConfig(policy_loss="dppo_tv")).top_logprobs
+    assert not objective_needs(AlgorithmConfig(objective="sft")).top_logprobs
 
 
 def test_top_tokens_of_another_shape_are_refused() -> None:

@@ -13,8 +13,8 @@ from tiny_model import make_tiny_model
 from tokenizer_kinds import KINDS, Kind, make_tokenizer_folder
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from invrl.datasets.branches import branches
 from invrl.datasets.rows import Dialogue
+from invrl.datasets.trajectories import trajectories
 from invrl.gateway.rendering.content_marks import MARK
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
@@ -206,7 +206,7 @@ def test_rows_of_data_are_rendered_as_conversations_are(
     prompt = Prompt(
         messages=(Message("user", FORGED), Message("assistant", f"No. {FORGED}"))
     )
-    [branch] = branches(renderer, Dialogue(prompt=prompt, trained=(1,)))
+    [branch] = trajectories(renderer, Dialogue(prompt=prompt, trained=(1,)))
     trained = branch.tokens_T[branch.trained_T].tolist()
     assert len(control_ids(model, trained)) == 1, "the end of the turn alone"
     assert renderer.decode(trained) == f"No. {FORGED}<|im_end|>"

@@ -20,9 +20,9 @@ from invrl.cli import main as cli
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.run.checkpoints.checkpoint import Checkpoint, check_served
 from invrl.run.checkpoints.checkpoints import Checkpoints
-from invrl.run.checkpoints.store_check import check_store, check_store_of
+from invrl.run.checkpoints.store_check import check_checkpoint_store, check_store
 from invrl.run.settings.folder import make_run_folder
-from invrl.store.batch_file import batch_path, put_lost_aside, saved_steps
+from invrl.store.batch_file import batch_path, rename_lost_batches, saved_steps
 from invrl.store.manifest import MANIFEST_NAME, check_manifest
 from invrl.store.metrics_file import read_metrics
 from invrl.store.schema import connect
@@ -318,10 +318,10 @@ def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(
     tmp_path: Path, damage
 ) -> None:
     path = store(tmp_path / "run.sqlite")
-    check_store_of(path, CHECKPOINT, snapshot(incarnation=1, outbox_seq=400))
+    check_checkpoint_store(path, CHECKPOINT, snapshot(incarnation=1, outbox_seq=400))
     damage(path)
     with pytest.raises(DamagedFileError) as error:
-        check_store_of(path, CHECKPOINT, snapshot(incarnation=1))
+        check_checkpoint_store(path, CHECKPOINT, snapshot(incarnation=1))
     assert str(error.value).startswith(f"{path}: ")
     assert f"begin a new run: --run-name NEW --model-path {CHECKPOINT}" in str(
         error.value
@@ -341,7 +341,7 @@ def test_older_copy_of_the_store_is_refused(
 ) -> None:
     path = store(tmp_path / "run.sqlite")
     with pytest.raises(DamagedFileError, match="older, or another run's"):
-        check_store_of(
+        check_checkpoint_store(
             path, CHECKPOINT, snapshot(incarnation=incarnation, outbox_seq=row)
         )
 
@@ -438,7 +438,7 @@ def test_unexpected_batch_file_is_named(tmp_path: Path, name: str) -> None:
 def test_batches_of_a_lost_incarnation_are_put_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         batch_path(tmp_path, step).touch()
-    aside = put_lost_aside(tmp_path, after_step=2)
+    aside = rename_lost_batches(tmp_path, after_step=2)
     assert [path.name for path in aside] == [
         "step-000003.batch.lost",
         "step-000004.batch.lost",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from invrl.cli import main as cli
-from invrl.cli.checks.checklist import checks_of
+from invrl.cli.checks.check_warnings import CheckWarning
+from invrl.cli.checks.checklist import select_checks
 from invrl.cli.checks.data_checks import check_data
-from invrl.cli.checks.doubts import Doubt
 from invrl.run.processes import supervisor
 from invrl.run.settings.config import Config, Source, resolve
 
@@ -204,8 +204,8 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
             "neither engine",
         ),
         (
-            [*SFT, "--num-minibatches", "64"],
-            "algorithm.num_minibatches",
+            [*SFT, "--num-mini-batches", "64"],
+            "algorithm.num_mini_batches",
             "a batch has 32",
         ),
         (
@@ -266,7 +266,7 @@ def configuration(data: Path, model: Path) -> Config:
 
 
 def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> None:
-    names = {check.name for check in checks_of("train", configuration(data, model))}
+    names = {check.name for check in select_checks("train", configuration(data, model))}
     assert {"model folder", "chat template", "training data", "trainer memory"} <= names
     assert (
         not {"rollout function", "tasks", "router", "gateway port", "servable model"}
@@ -281,7 +281,7 @@ def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> No
 
 def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) -> None:
     with pytest.raises(
-        Doubt, match="1 of 1 held-out rows are trained on too"
+        CheckWarning, match="1 of 1 held-out rows are trained on too"
     ) as caught:
         check_data(configuration(data, model))
     assert caught.value.field == "data.eval_fraction"
@@ -292,7 +292,7 @@ def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) 
         "model": {"model_path": str(model)},
     }
     with pytest.raises(
-        Doubt, match="2 of 2 held-out rows are trained on too"
+        CheckWarning, match="2 of 2 held-out rows are trained on too"
     ) as caught:
         check_data(resolve(Source(name="test", tables=tables)))
     assert caught.value.field == "data.eval_path"

@@ -67,7 +67,7 @@ def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
     assert len({sample.rollout_id for sample in batch.samples}) == 6
     counts = TrainedCounts.of(batch.samples)
     assert counts.groups == 3
-    assert counts.rows == 6
+    assert counts.samples == 6
     assert counts.rollouts == 6
     chosen, rejected = batch.samples[:2]
     context = np.flatnonzero(chosen.loss_mask_T)[0]

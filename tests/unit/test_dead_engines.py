@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from mortal_fleet import (
+from dying_fleet import (
     Deaths,
     FakeClient,
     FakeReceiver,
@@ -91,13 +91,13 @@ async def test_engine_that_starts_while_weights_are_staged_takes_part_in_the_upd
     await eventually(lambda: FakeReceiver.trainer.staged == [1, 2])
     fleet.evict("engine-1", "it died")
     await eventually(lambda: "engine-1" in fleet.engines)
-    newcomer = receiver(fleet, "engine-1")
-    assert newcomer.weights == "1"
-    assert newcomer.version == 1
+    joining_engine = receiver(fleet, "engine-1")
+    assert joining_engine.weights == "1"
+    assert joining_engine.version == 1
     FakeReceiver.trainer.hold.set()
     await update
-    assert newcomer.weights == "2"
-    assert newcomer.version == 2
+    assert joining_engine.weights == "2"
+    assert joining_engine.version == 2
 
 
 async def newcomer_that_loads(
@@ -122,20 +122,20 @@ async def newcomer_that_loads(
         patch.setattr(FakeReceiver, "__init__", slow)
         fleet.evict(name, "it died")
         await eventually(lambda: len(FakeReceiver.made) == num_before + 1)
-    newcomer = FakeReceiver.made[-1]
-    await newcomer.loading.wait()
-    return newcomer
+    joining_engine = FakeReceiver.made[-1]
+    await joining_engine.loading.wait()
+    return joining_engine
 
 
 async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weights(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
-    """Version 2 goes to the other slot. Version 3 would be written where the newcomer
+    """Version 2 goes to the other slot. Version 3 would be written where the joining_engine
     reads version 1."""
     await updater.update(WeightVersion(1))
     await fleet.admit()
     goes_on = asyncio.Event()
-    newcomer = await newcomer_that_loads(fleet, "engine-1", goes_on)
+    joining_engine = await newcomer_that_loads(fleet, "engine-1", goes_on)
     await updater.update(WeightVersion(2))
     assert "engine-1" not in fleet.engines
     third = asyncio.create_task(updater.update(WeightVersion(3)))
@@ -145,7 +145,7 @@ async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weig
     goes_on.set()
     await third
     await eventually(lambda: "engine-1" in fleet.engines)
-    assert receiver(fleet, "engine-1") is newcomer
+    assert receiver(fleet, "engine-1") is joining_engine
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
     await eventually(
         lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
@@ -521,12 +521,12 @@ async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns
         mixed.check()
         FakeServer.may_be_ready.set()
         await eventually(lambda: FakeRouter.made[-1].registered("http://a:1"))
-        newcomer = mixed.engines["external-0"]
-        assert newcomer is not left
+        joining_engine = mixed.engines["external-0"]
+        assert joining_engine is not left
         assert left.server.stopped  # type: ignore[attr-defined]
         assert receiver(mixed, "external-0").weights == str(version)
         assert receiver(mixed, "external-0").version == version
-        assert newcomer.client.api_key != left.client.api_key
+        assert joining_engine.client.api_key != left.client.api_key
     assert mixed.evicted == {}
 
 
@@ -599,7 +599,7 @@ async def test_an_engine_that_answers_wrongly_when_examined_leaves_and_comes_bac
         newest_versions.append(newest_version)
         return "a log-prob of 5.0" if client is liar.client else ""
 
-    monkeypatch.setattr(fleet_module, "wrong_answer", verdict)
+    monkeypatch.setattr(fleet_module, "wrong_reply", verdict)
     fleet.examine(WeightVersion(1))
     fleet.examine(WeightVersion(1))  # one examination at a time
     await eventually(lambda: fleet.engines.get("engine-1") not in (None, liar))

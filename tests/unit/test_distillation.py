@@ -10,11 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_rows import one_row, tokens_alone
+from loss_samples import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
-from invrl.algorithms.objectives.objectives import Needs, needs_of, objective_of
+from invrl.algorithms.objectives.objectives import (
+    Needs,
+    load_objective,
+    objective_needs,
+)
 from invrl.errors import TrainError
 from invrl.types.metrics import resolve
 
@@ -27,11 +31,11 @@ def outputs_of(
     old_N: torch.Tensor | None = None,
     rollout_N: torch.Tensor | None = None,
 ) -> LossOutputs:
-    return objective_of(config)(
+    return load_objective(config)(
         LossInputs(
             current_N=current_N,
             entropy_N=None,
-            rows=one_row(len(current_N)),
+            samples=one_row(len(current_N)),
             denominators=tokens_alone(len(current_N)),
             old_N=old_N,
             rollout_N=current_N.detach() if rollout_N is None else rollout_N,
@@ -146,8 +150,8 @@ def test_rows_without_a_teacher_column_are_refused() -> None:
 
 def test_distillation_needs_old_and_teacher_logprobs() -> None:
     config = AlgorithmConfig(objective="distillation")
-    assert needs_of(config) == Needs(old=True, teacher=True)
+    assert objective_needs(config) == Needs(old=True, teacher=True)
     with_kl = config.model_copy(
         update={"kl": KlConfig(coefficient=0.1), "old_logprobs": "engine"}
     )
-    assert needs_of(with_kl) == Needs(reference=True, teacher=True)
+    assert objective_needs(with_kl) == Needs(reference=True, teacher=True)

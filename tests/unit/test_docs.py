@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples
 from invrl.algorithms.objectives.example import example_inputs
 from invrl.algorithms.objectives.objectives import check_outputs
 from invrl.cli import main as cli
@@ -344,16 +344,16 @@ def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
     exec(compile(snippet.text, snippet.place, "exec"), module)
     objective = module["towards_the_reference"]
     assert objective.needs.reference
-    row_N = torch.tensor([0, 0, 1])
+    sample_N = torch.tensor([0, 0, 1])
     current_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     entropy_N = torch.tensor([0.5, 0.25, 1.0], requires_grad=True)
     reference_N = torch.tensor([-1.5, -2.0, -1.0])
 
     def call(tokens: slice) -> torch.Tensor:
-        rows_of_part = row_N[tokens] - row_N[tokens][0]
+        rows_of_part = sample_N[tokens] - sample_N[tokens][0]
         tokens_R = torch.bincount(rows_of_part).float()
-        rows = Rows(
-            row_N=rows_of_part,
+        rows = Samples(
+            sample_N=rows_of_part,
             tokens_R=tokens_R,
             rollout_tokens_R=torch.full_like(tokens_R, 3.0),
             group_tokens_R=torch.full_like(tokens_R, 3.0),
@@ -361,8 +361,8 @@ def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
         inputs = LossInputs(
             current_N=current_N[tokens],
             entropy_N=entropy_N[tokens],
-            rows=rows,
-            denominators=Denominators(tokens=3, rows=2, rollouts=1, groups=1),
+            samples=rows,
+            denominators=Denominators(tokens=3, samples=2, rollouts=1, groups=1),
             old_N=None,
             rollout_N=torch.zeros_like(reference_N[tokens]),
             advantages_N=torch.zeros_like(reference_N[tokens]),

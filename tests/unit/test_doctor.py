@@ -23,7 +23,7 @@ from tiny_model import CHAT_TEMPLATE, make_tiny_model
 from invrl.cli import main as cli
 from invrl.cli.checks import machine as machine_facts
 from invrl.cli.checks import machine_checks
-from invrl.cli.checks.checklist import check_before_start, checks_of
+from invrl.cli.checks.checklist import check_before_start, select_checks
 from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
@@ -37,7 +37,10 @@ from invrl.train.config import TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.cost.model_size import ModelSize
 
-CHECKS = ["configuration", *(check.name for check in checks_of("doctor", resolve()))]
+CHECKS = [
+    "configuration",
+    *(check.name for check in select_checks("doctor", resolve())),
+]
 HEALTHY = Machine(
     python=(3, 11),
     cpus=8,
@@ -275,11 +278,11 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "long answers",
-        flag(max_new_tokens="600", max_row_tokens="500"),
+        flag(max_new_tokens="600", max_sample_tokens="500"),
         "row length",
         FAILED,
         "a conversation holds 500 tokens",
-        "raise --max-row-tokens",
+        "raise --max-sample-tokens",
     ),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share one CPU", "2 or more"),
     (
@@ -304,7 +307,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "trainer memory",
         FAILED,
         "a step would not fit",
-        "--max-tokens-per-microbatch",
+        "--max-tokens-per-micro-batch",
     ),
     (
         "a GPU nearly full",
@@ -749,9 +752,9 @@ def test_every_command_accepts_a_given_chat_template_for_a_missing_one(
 
 def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
     """A conversation that is longer than a micro-batch is one alone."""
-    plot.flags |= {"--max-tokens-per-microbatch": "100", "--max-new-tokens": "50"}
+    plot.flags |= {"--max-tokens-per-micro-batch": "100", "--max-new-tokens": "50"}
     budget = MemoryBudget.of(
-        TrainConfig(max_tokens_per_microbatch=100),
+        TrainConfig(max_tokens_per_micro_batch=100),
         plot.model,
         frozen_models=0,
         served_dtype="bfloat16",
@@ -768,7 +771,7 @@ def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
     [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
     assert finding.status is WARNING
     assert "2048 tokens: " in finding.value
-    named = re.search(r"set --max-row-tokens (\d+),", finding.fix)
+    named = re.search(r"set --max-sample-tokens (\d+),", finding.fix)
     assert named is not None
     fitting = int(named[1])
     assert 100 < fitting < 2048
@@ -778,7 +781,7 @@ def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
         < budget.largest(fitting + 1).total
     )
 
-    plot.flags["--max-row-tokens"] = str(fitting)
+    plot.flags["--max-sample-tokens"] = str(fitting)
     [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
     assert finding.status is Status.OK
 
@@ -794,7 +797,7 @@ def test_train_only_run_needs_no_chat_template(plot: Plot) -> None:
 def test_healthy_machine_passes_all_checks(
     plot: Plot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("invrl.cli.checks.machine.look_at_machine", lambda: HEALTHY)
+    monkeypatch.setattr("invrl.cli.checks.machine.inspect_machine", lambda: HEALTHY)
     before = sorted(plot.here.rglob("*"))
     assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
@@ -858,7 +861,7 @@ def test_train_refuses_a_disk_that_holds_no_checkpoint_before_it_makes_anything(
         plot.patch.setattr(
             module, "disk_usage", lambda _, usage=usage: usage._replace(free=free)
         )
-    plot.patch.setattr(machine_facts, "look_at_machine", lambda: HEALTHY)
+    plot.patch.setattr(machine_facts, "inspect_machine", lambda: HEALTHY)
     began: list[object] = []
     plot.patch.setattr(
         supervisor, "supervise", lambda config, folder: began.append(folder) or 0
@@ -933,7 +936,7 @@ def test_train_refuses_a_run_that_cannot_fit_in_memory(
     """Ray keeps 3.2 GB of these 64 free; that a run needs more is an estimate, and
     told."""
     machine = replace(HEALTHY, memory_bytes=free_gb * 10**9)
-    plot.patch.setattr(machine_facts, "look_at_machine", lambda: machine)
+    plot.patch.setattr(machine_facts, "inspect_machine", lambda: machine)
     began: list[object] = []
     plot.patch.setattr(
         supervisor, "supervise", lambda config, folder: began.append(folder) or 0
@@ -950,7 +953,7 @@ def test_page_cache_of_a_container_counts_as_free_memory(tmp_path: Path) -> None
     """A container that has read a model has its whole limit in use. Ray does not count
     files either."""
     host = psutil.virtual_memory()
-    assert machine_facts.memory_of(tmp_path) == (
+    assert machine_facts.container_memory(tmp_path) == (
         pytest.approx(host.available, rel=0.5),
         host.total,
     )
@@ -961,6 +964,6 @@ def test_page_cache_of_a_container_counts_as_free_memory(tmp_path: Path) -> None
     }
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert machine_facts.memory_of(tmp_path) == (900_000, 1_000_000)
+    assert machine_facts.container_memory(tmp_path) == (900_000, 1_000_000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine_facts.memory_of(tmp_path)[1] == host.total
+    assert machine_facts.container_memory(tmp_path)[1] == host.total

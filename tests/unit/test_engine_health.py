@@ -19,11 +19,16 @@ from invrl.engines.fleet.engine_health import (
     router_death,
     until_silent,
 )
-from invrl.host.processes.process import STOPPED, ServerProcess, family_of, state_of
+from invrl.host.processes.process import (
+    STOPPED,
+    ServerProcess,
+    process_state,
+    process_tree,
+)
 
 
 class Time:
-    """Passes only while somebody sleeps, or an answer is waited for."""
+    """LogprobPasses only while somebody sleeps, or an answer is waited for."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -150,7 +155,7 @@ def death(server: ServerProcess) -> Death:
     ):
         return asyncio.create_task(
             engine_death(
-                family_of(server.pid),
+                process_tree(server.pid),
                 Client(answers, generates),
                 receiver or Receiver(),
                 timeout_s=30.0,
@@ -222,7 +227,7 @@ async def test_stopped_process_is_dead_even_while_it_loads_weights(
 ) -> None:
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        while state_of(psutil.Process(server.pid)) != STOPPED:
+        while process_state(psutil.Process(server.pid)) != STOPPED:
             await asyncio.sleep(0.01)
         time = Time()
         reason = await death(
@@ -257,7 +262,9 @@ async def test_stopped_process_is_dead_although_the_engine_answers(
     pid = server.pid if which == "itself" else child
     os.kill(pid, signal.SIGSTOP)
     try:
-        while state_of(psutil.Process(pid)) != STOPPED:  # the kernel takes a moment
+        while (
+            process_state(psutil.Process(pid)) != STOPPED
+        ):  # the kernel takes a moment
             await asyncio.sleep(0.01)
         time = Time()
         reason = await death(time, Asked(Time(), [True]), Asked(Time(), [True]))
@@ -271,7 +278,11 @@ async def test_silent_router_is_dead(server: ServerProcess) -> None:
     time = Time()
     asked = Asked(time, [True, False])
     reason = await router_death(
-        family_of(server.pid), asked, timeout_s=30.0, interval_s=5.0, clock=time.clock()
+        process_tree(server.pid),
+        asked,
+        timeout_s=30.0,
+        interval_s=5.0,
+        clock=time.clock(),
     )
     assert "not answered for 30 s" in reason
 

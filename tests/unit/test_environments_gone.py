@@ -14,7 +14,7 @@ from running_gateway import ASK, Running, eventually, running
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
-from invrl.host.processes.lived_time import LivedTime
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.store.lease_store import LeaseStore
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
@@ -25,7 +25,7 @@ from invrl.types.tasks import Task
 IDLE_S = 900.0
 
 
-class MovedClock(LivedTime):
+class MovedClock(AwakeClock):
     """Has lived through as much more as a test says."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ async def outside(
 ) -> AsyncIterator[Outside]:
     limits = {
         "session": {"ttl_s": 1e6, "idle_timeout_s": IDLE_S},
-        "place": WorkerPlace(lived_time=clock),
+        "place": WorkerPlace(awake_time=clock),
     }
     async with running(tmp_path, model, renderer, leases=True, **limits) as gateway:
         yield Outside(gateway, tmp_path)
@@ -196,7 +196,7 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
 ):
     limits = {
         "session": {"ttl_s": 1e6, "idle_timeout_s": IDLE_S},
-        "place": WorkerPlace(lived_time=clock),
+        "place": WorkerPlace(awake_time=clock),
     }
     async with running(
         tmp_path / "out", model, renderer, leases=True, **limits
@@ -221,7 +221,7 @@ async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock, changes: dict
 ):
     settings = {"session": {"idle_timeout_s": IDLE_S, "ttl_s": 1e6}, **changes}
-    place = WorkerPlace(lived_time=clock)
+    place = WorkerPlace(awake_time=clock)
     async with running(tmp_path, model, renderer, place=place, **settings) as gateway:
         if settings["leases"]:
             [session] = await Outside(gateway, tmp_path).open("g")

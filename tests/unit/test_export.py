@@ -27,7 +27,7 @@ from invrl.store.run_folder import RunFolder
 from invrl.train.weights.safetensors_file import divide_into_shards, write_weights
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
-from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import make_spec
 
 
 @pytest.fixture
@@ -222,6 +222,6 @@ def test_exported_shards_are_filled_in_order() -> None:
 
 def test_export_refuses_an_unexpected_tensor_in_sharded_weights(tmp_path: Path) -> None:
     tensors = {name: torch.ones(2) for name in "abc"}
-    layout = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+    layout = tuple(make_spec(name, tensor) for name, tensor in tensors.items())
     with pytest.raises(TrainError, match="c is not in the layout"):
         write_weights(tmp_path, layout[:2], tensors.items(), max_shard_bytes=8)

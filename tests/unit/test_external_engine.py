@@ -323,11 +323,11 @@ def test_fleet_may_consist_of_external_engines_only(transport: list[str]) -> Non
 
 
 def test_command_that_sends_no_weights_needs_no_weight_transport() -> None:
-    from invrl.cli.command_settings import settings_of
+    from invrl.cli.command_settings import settings_for_command
 
     for command in ("serve", "eval"):
         flags = parse_flags(["--external-engines", "http://a:1"], command=command)
-        config = resolve(*flags, settings_of(command).source())
+        config = resolve(*flags, settings_for_command(command).source())
         assert config.engine.external_engines == ("http://a:1",)
 
 

@@ -17,7 +17,7 @@ from stepped_clock import SteppedClock
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.groups.group_buffer import GroupBuffer
 from invrl.buffer.groups.group_filters import GROUP_FILTERS
-from invrl.host.processes.lived_time import LivedTime
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatch.external_environments import ExternalDispatcher
 from invrl.rollout.workers.session_client import SessionClient
@@ -153,7 +153,7 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
         RunStore(tmp_path / "run.sqlite"),
         sessions,
         timeout_s=60.0,
-        lived_time=LivedTime(clock=clock),
+        awake_time=AwakeClock(clock=clock),
     )
     writer = RunStoreWriter(tmp_path / "run.sqlite")
     offers.start()

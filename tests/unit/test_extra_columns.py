@@ -39,7 +39,7 @@ from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
-from invrl.train.batches.micro_batch import rows_of as micro_batch_rows
+from invrl.train.batches.micro_batch import token_sequences as micro_batch_rows
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import shard_batch
 from invrl.types.batches import TakenBatch, TrainBatch
@@ -776,7 +776,7 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
     handmade_rollout = replace(
         rollout(*branches(turns), of=of), token_numbers=token_numbers
     )
-    rows = rows_of(handmade_rollout)
+    rows = token_sequences(handmade_rollout)
     measured: dict[int, tuple[float, float]] = {}
     for row in rows:
         assert row.columns.keys() == {"process_reward", "weight"}
@@ -793,7 +793,7 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
         assert values == expected[token]
 
 
-def rows_of(of: Rollout) -> Sequence[Any]:
+def token_sequences(of: Rollout) -> Sequence[Any]:
     group = Group(id="g", task_id="t", rollouts_G=(of.summary,))
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     return build_batch(
@@ -810,7 +810,7 @@ def test_number_at_another_level_than_declared_does_not_count() -> None:
         rollout([turn("a", None, [1], [2])], of=of),
         token_numbers={"a": {"weight": np.ones(1, np.float32)}},
     )
-    [row] = rows_of(handmade_rollout)
+    [row] = token_sequences(handmade_rollout)
     assert trained(row, "weight") == [1.0]
     assert row.numbers == {"score": 0.0}
 
@@ -878,7 +878,7 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
                 ]
                 scores = [
                     share.samples[row].numbers["score"]
-                    for row, wanted_N in micro_batch.rows
+                    for row, wanted_N in micro_batch.sequences
                     for _ in wanted_N
                 ]
                 assert scores == [token // 10 for token in tokens]

@@ -32,7 +32,7 @@ from invrl.run.checkpoints.save_schedule import SaveSchedule
 from invrl.run.loop.loop import Learner, Parts, run_loop
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
-from invrl.store.run_store import SilentSession, WaitsOutside
+from invrl.store.run_store import ExternalWaits, SilentSession
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types.batches import TakenBatch
 from invrl.types.groups import Group
@@ -304,7 +304,7 @@ def test_wait_message_names_failures_and_running_rollouts() -> None:
     assert "a rollout fails after --rollout-timeout-s 300" in text
 
 
-def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
+def outside_text(outside: ExternalWaits, idle_s: float = 900.0) -> str:
     buffer = buffer_of(config())
     lease_all(buffer)
     clock = Clock()
@@ -323,7 +323,7 @@ def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
 
 def test_wait_message_names_silent_outside_environments_and_their_deadlines() -> None:
     silent = SilentSession(session_id="ses-00ab", silent_s=80.4)
-    text = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,)))
+    text = outside_text(ExternalWaits(offered=0, leased=0, sessions=(silent,)))
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
     assert (
         "with the time since their last turn: ses-00ab for 80 s; an environment that makes no call"
@@ -331,20 +331,20 @@ def test_wait_message_names_silent_outside_environments_and_their_deadlines() ->
     )
     assert "for 900 s counts as gone (--session.idle-timeout-s)" in text
     endless = outside_text(
-        WaitsOutside(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0
+        ExternalWaits(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0
     )
     assert (
         "and 2 more; an environment may be silent for as long as its session lasts"
         in endless
     )
-    nobody = outside_text(WaitsOutside(offered=8, leased=2, sessions=()))
+    nobody = outside_text(ExternalWaits(offered=8, leased=2, sessions=()))
     assert (
         "8 rollouts are on offer (POST /tasks/lease) and nobody has leased them; 2 are leased"
         in nobody
     )
     assert "void after --session.lease-timeout-s 60" in nobody
     assert "on their way" in outside_text(
-        WaitsOutside(offered=0, leased=0, sessions=())
+        ExternalWaits(offered=0, leased=0, sessions=())
     )
 
 

@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
-from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers import flex_attention as tree_attention
 from invrl.train.layers.flex_attention import TreeMask, _compiled_attention
@@ -53,7 +53,7 @@ def forest() -> MicroBatch:
         ends[3],
     ]
     packed = [
-        Row(
+        TokenSequence(
             tokens_T=tokens_T.astype(np.int32),
             wanted_N=np.array([len(tokens_T) - 1]),
             temperature=1.0,
@@ -96,7 +96,7 @@ def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_mask_shows_each_query_the_keys_of_its_block(
-    data: list[Row], ranks: int, window: int | None
+    data: list[TokenSequence], ranks: int, window: int | None
 ) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     for share in shares_of(micro_batch, ranks):
@@ -216,7 +216,7 @@ def test_few_long_rows_use_flash_attention_calls(
     from invrl.train.layers.attention import PackedRow
 
     rows = [
-        Row(
+        TokenSequence(
             tokens_T=np.full(100, number, np.int32),
             wanted_N=np.array([99]),
             temperature=1.0,
@@ -267,7 +267,7 @@ def test_all_lengths_share_a_few_compiled_kernels() -> None:
     torch._dynamo.reset()
     counters["stats"].clear()
     for length in (700, 300, 1300, 1, 129, 1024, 901):
-        row = Row(
+        row = TokenSequence(
             tokens_T=np.arange(length + 1, dtype=np.int32),
             wanted_N=np.array([length]),
             temperature=1.0,

@@ -19,7 +19,12 @@ import pytest
 from invrl.errors import ServerError
 from invrl.host.processes import fork_parent
 from invrl.host.processes.fork_parent import EarlyParent, ForkParent
-from invrl.host.processes.process import ENDED, PYTHON_MODULE, ServerProcess, state_of
+from invrl.host.processes.process import (
+    ENDED,
+    PYTHON_MODULE,
+    ServerProcess,
+    process_state,
+)
 
 MODULE = "forked_echo"
 DEADLINE_S = 60.0
@@ -162,10 +167,10 @@ def test_fork_dies_with_the_process_that_holds_it(
         ]
         if parent_is_gone:
             parent.kill()
-            eventually(lambda: state_of(parent) == ENDED)
+            eventually(lambda: process_state(parent) == ENDED)
             assert forked.is_running()
         holder.kill()
-        eventually(lambda: state_of(parent) == state_of(forked) == ENDED)
+        eventually(lambda: process_state(parent) == process_state(forked) == ENDED)
 
 
 def test_parent_that_cannot_import_says_why(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from logprob_problem import Problem, assert_equal, set_block_tokens
 from slow_cases import first_quick
 from torch._dynamo.utils import counters
 
-from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.micro_batch import MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.model import logprobs
 from invrl.train.runtime import device
@@ -35,10 +35,10 @@ def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
     other_T[length // 2 :] = rng.integers(0, 43, length - length // 2)
     wanted_N = np.arange(3, length)
     rows = [
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3),
+        TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        TokenSequence(tokens_T=other_T, wanted_N=wanted_N, temperature=0.8),
+        TokenSequence(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3),
     ]
     if num_candidates:
         candidates_NK = np.tile(

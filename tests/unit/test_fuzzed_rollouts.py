@@ -32,7 +32,7 @@ from invrl.buffer.ledger.open_group import RolloutState
 from invrl.buffer.samples.training_samples import build_batch
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
-from invrl.host.processes.lived_time import lived_wait
+from invrl.host.processes.awake_time import awake_wait
 from invrl.interfaces import RolloutResult
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.workers import runner
@@ -231,10 +231,10 @@ class Deadline:
         *,
         return_when: str = asyncio.ALL_COMPLETED,
     ) -> tuple[set, set]:
-        """In the place of `lived_wait`. A rollout's own wait, which is known by its
+        """In the place of `awake_wait`. A rollout's own wait, which is known by its
         timeout, ends with the first of its tasks."""
         if timeout_s != TIMEOUT_S:
-            return await lived_wait(tasks, timeout_s, return_when=return_when)
+            return await awake_wait(tasks, timeout_s, return_when=return_when)
         come = asyncio.create_task(self._come.wait())
         done, left = await asyncio.wait(
             {*tasks, come}, return_when=asyncio.FIRST_COMPLETED
@@ -495,7 +495,7 @@ async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimi
 ) -> None:
     wanted = int(ROLLOUTS * share)
     loop = Loop(2026, form, reward_form)
-    monkeypatch.setattr(runner, "lived_wait", loop.deadline.wait)
+    monkeypatch.setattr(runner, "awake_wait", loop.deadline.wait)
     with caplog.at_level(logging.DEBUG):
         try:
             await asyncio.wait_for(loop.run(wanted), 540)

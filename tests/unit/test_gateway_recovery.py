@@ -8,7 +8,7 @@ import sqlite3
 
 import openai
 import pytest
-from gateway_lives import Life, ask
+from gateway_restarts import Life, ask
 from running_gateway import ASK, MORE, Running, eventually
 
 from invrl.gateway.rendering.renderer import Renderer

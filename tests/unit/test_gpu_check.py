@@ -12,10 +12,10 @@ import pytest
 
 from gpu_check import __main__ as command
 from gpu_check import card
-from gpu_check.failure import why_it_failed
+from gpu_check.failure import describe_failure
 from gpu_check.record import Record
 from gpu_check.settings import CheckSettings
-from gpu_check.stage import Outcome, Stage, run_stage, settings_of_argument
+from gpu_check.stage import Outcome, Stage, parse_settings_argument, run_stage
 from gpu_check.stages import STAGES
 
 GPU_FOLDER = Path(__file__).parents[2] / "launch" / "gpu"
@@ -33,7 +33,7 @@ def settings_in(folder: Path) -> CheckSettings:
 
 
 def test_out_of_memory_names_the_requested_bytes_and_settings_that_need_less() -> None:
-    failure = why_it_failed(f"starting\n{OUT_OF_MEMORY}\n", "--model small")
+    failure = describe_failure(f"starting\n{OUT_OF_MEMORY}\n", "--model small")
     assert failure.reason.startswith("out of memory: Tried to allocate 12.00 GiB")
     assert "3.50 GiB is free" in failure.reason
     assert "70.02 GiB is allocated by PyTorch" in failure.reason
@@ -61,13 +61,13 @@ def test_a_kernel_that_does_not_build_names_its_compiler(
     line: str, compiler: str
 ) -> None:
     noise = [f"line {number}" for number in range(100)]
-    failure = why_it_failed("\n".join([*noise[:50], line, *noise[50:]]), "")
+    failure = describe_failure("\n".join([*noise[:50], line, *noise[50:]]), "")
     assert failure.reason == f"a kernel does not build: {compiler} failed"
     assert line in failure.last_lines
 
 
 def test_other_stage_failures_show_their_last_line() -> None:
-    failure = why_it_failed(
+    failure = describe_failure(
         "one\nAssertionError: 3 tensors were not what was sent\n\n", ""
     )
     assert failure.reason == "AssertionError: 3 tensors were not what was sent"
@@ -85,23 +85,23 @@ def pretend_nvidia_smi(
 
 def test_used_gpu_names_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_nvidia_smi(monkeypatch, "412, python3, 70123\n", "70500\n")
-    assert "by pid 412 (python3, 70123 MB)" in str(card.why_busy())
+    assert "by pid 412 (python3, 70123 MB)" in str(card.busy_reason())
     pretend_nvidia_smi(monkeypatch, "", "70500\n")
-    assert "70500 MB" in str(card.why_busy())
+    assert "70500 MB" in str(card.busy_reason())
 
 
 def test_process_with_little_gpu_memory_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_nvidia_smi(monkeypatch, "7, dcgm, [N/A]\n", "520\n")
-    assert card.why_busy() is None
+    assert card.busy_reason() is None
 
 
 def test_no_stage_runs_on_a_used_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SMOKE", raising=False)
-    monkeypatch.setattr(command, "why_busy", lambda: "the card is used by pid 412")
+    monkeypatch.setattr(command, "busy_reason", lambda: "the card is used by pid 412")
     assert (
         command.main(["machine", "--out", str(tmp_path), "--work", str(tmp_path)]) == 2
     )
@@ -182,4 +182,4 @@ def test_stage_process_receives_its_settings(tmp_path: Path) -> None:
     from gpu_check.stage import _as_argument
 
     settings = settings_in(tmp_path)
-    assert settings_of_argument(_as_argument(settings)) == settings
+    assert parse_settings_argument(_as_argument(settings)) == settings

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from invrl.weights.checksums import checksums
-from invrl.weights.checksums.checksums import checksums_of, copy_all
-from invrl.weights.checksums.multilinear_checksum import checksums_of_wholes
+from invrl.weights.checksums.checksums import copy_all, tensor_checksums
+from invrl.weights.checksums.multilinear_checksum import whole_checksums
 
 
 def test_checksum_kernel_equals_the_cpu_checksum() -> None:
     program = """
         import torch
         from invrl.weights.checksums import multilinear_checksum
-        from invrl.weights.checksums.gpu_checksums import sums_on_gpu, tiles_of
+        from invrl.weights.checksums.gpu_checksums import sums_on_gpu, split_in_tiles
         from invrl.weights.tensors.tensor_slice import TensorSlice
 
         generator = torch.Generator().manual_seed(0)
@@ -31,20 +31,20 @@ def test_checksum_kernel_equals_the_cpu_checksum() -> None:
             for shape in shapes:
                 tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
                 whole = TensorSlice.whole(shape)
-                matrices.append(multilinear_checksum._matrix_of(tensor, whole, shape))
+                matrices.append(multilinear_checksum._slice_matrix(tensor, whole, shape))
         tensor = torch.randn(9_000, 8, generator=generator)
         for start in (0, 8_000):
             place = TensorSlice(dimension=0, start=start, stop=start + 1_000, index=0, count=9)
-            matrices.append(multilinear_checksum._matrix_of(place.of(tensor), place, (9_000, 8)))
+            matrices.append(multilinear_checksum._slice_matrix(place.of(tensor), place, (9_000, 8)))
         tensor = torch.randn(64, 96, generator=generator)
         for dimension in (0, 1):
             place = TensorSlice(dimension=dimension, start=32, stop=64, index=1, count=2 + dimension)
-            matrices.append(multilinear_checksum._matrix_of(place.of(tensor), place, (64, 96)))
-        tiles = tiles_of(matrices)
+            matrices.append(multilinear_checksum._slice_matrix(place.of(tensor), place, (64, 96)))
+        tiles = split_in_tiles(matrices)
         sums = [value % 2**64 for value in sums_on_gpu(tiles)]
         assert sums == multilinear_checksum._sums(matrices)
         assert len(set(sums)) == len(matrices) - 2  # three are empty
-        assert sums_on_gpu(tiles_of(matrices[2:3])) == [0]
+        assert sums_on_gpu(split_in_tiles(matrices[2:3])) == [0]
         tensor.zero_()  # the last two matrices are of it, the last one is a copy
         again = [value % 2**64 for value in sums_on_gpu(tiles)]
         assert again == [*sums[:-2], 0, sums[-1]], "the words that are there now"
@@ -56,20 +56,20 @@ def test_tensors_hashed_again_are_read_again() -> None:
     program = """
         import torch
         from invrl.weights.checksums import gpu_checksums, multilinear_checksum
-        from invrl.weights.checksums.multilinear_checksum import SumsInPlace, checksums_of_slices, checksums_of_wholes
+        from invrl.weights.checksums.multilinear_checksum import SumsInPlace, slice_checksums, whole_checksums
         from invrl.weights.tensors.tensor_slice import TensorSlice
 
         def check(tensors, *, times):
             calls.clear()
-            slices = checksums_of_slices(tensors, places, shapes)
-            assert known.checksums_of_slices(tensors) == slices
+            slices = slice_checksums(tensors, places, shapes)
+            assert known.slice_checksums(tensors) == slices
             assert len(calls) == times, calls
-            assert known.checksums_of_wholes(tensors) == checksums_of_wholes(tensors)
+            assert known.whole_checksums(tensors) == whole_checksums(tensors)
             assert len(calls) == times, calls
 
         calls = []
-        work_out = gpu_checksums.tiles_of
-        gpu_checksums.tiles_of = lambda matrices: calls.append(matrices) or work_out(matrices)
+        work_out = gpu_checksums.split_in_tiles
+        gpu_checksums.split_in_tiles = lambda matrices: calls.append(matrices) or work_out(matrices)
         multilinear_checksum._are_on_gpu = lambda tensors: True
         generator = torch.Generator().manual_seed(0)
         tensors = {f"{n}": torch.randn(n, 8, generator=generator) for n in (3, 5, 40)}
@@ -119,14 +119,14 @@ def test_gpu_tensors_are_all_copied_and_then_hashed_once(
 
     def hash_tensors(written):
         hashed.append(list(written))
-        return checksums_of_wholes(written)
+        return whole_checksums(written)
 
     copied = copy_all(places, iter(tensors.items()), hash_tensors)
     assert all(torch.equal(places[name], tensor) for name, tensor in tensors.items())
-    assert copied == checksums_of_wholes(tensors)
+    assert copied == whole_checksums(tensors)
     assert hashed == [list(tensors)]
     places["1"][0, 0] = 9.0
-    held = checksums_of(places, hash_tensors)
+    held = tensor_checksums(places, hash_tensors)
     assert [name for name in held if held[name] != copied[name]] == ["1"]
 
 
@@ -135,4 +135,4 @@ def test_source_tensor_is_not_broadcast_over_its_target(
 ) -> None:
     monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
     with pytest.raises(ValueError, match=r"x: a tensor .* does not fit"):
-        copy_all({"x": torch.zeros(3)}, [("x", torch.zeros(1))], checksums_of_wholes)
+        copy_all({"x": torch.zeros(3)}, [("x", torch.zeros(1))], whole_checksums)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade_rollouts import rollout, turn
-from training_rows import training_rows
+from training_samples_example import training_rows
 from transformers import AutoTokenizer
 
 from invrl.errors import TrainError
 from invrl.train.batches.grammar_masks import GrammarMasks
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.types.batches import GrammarSpan, TrainSample
 
@@ -78,7 +78,7 @@ def test_row_has_masks_only_at_its_forced_tokens(
     later = turn("d", "c", [14], [62])
     [sample] = training_rows(rollout([forced, free, lost, later]))
     assert sample.grammars == (GrammarSpan(start=2, end=2 + len(ids), grammar=DIGITS),)
-    [row] = masks.rows([sample])
+    [row] = masks.sequences([sample])
     assert sample.tokens_T[row.wanted_N].tolist() == [*ids, 60, 61, 62]
     assert [kept is None for kept in row.allowed_N] == [
         *[False] * len(ids),
@@ -93,13 +93,13 @@ def test_row_has_masks_only_at_its_forced_tokens(
     )
     skipped = replace(forced, grammar="")
     [unmasked] = training_rows(rollout([skipped, free]))
-    assert masks.rows([unmasked])[0].allowed_N == ()
+    assert masks.sequences([unmasked])[0].allowed_N == ()
     assert unmasked.loss_mask_T.sum() == 2
 
 
-def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
+def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> TokenSequence:
     wanted_N = np.arange(1, len(ids))
-    return Row(
+    return TokenSequence(
         tokens_T=np.array(ids, np.int32),
         wanted_N=wanted_N,
         temperature=1.0,
@@ -127,7 +127,7 @@ def test_logits_are_shared_only_between_equal_masks() -> None:
         )
     )
     at = 0
-    for index, wanted_N in packed.rows:
+    for index, wanted_N in packed.sequences:
         for nth in range(len(wanted_N)):
             projection = int(packed.projection_N[at])
             assert (
@@ -154,6 +154,6 @@ def test_sample_without_grammars_loads_no_tokenizer() -> None:
         attempt=0,
         turn_ids=("t",),
     )
-    [masked_row] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
+    [masked_row] = GrammarMasks("/nowhere", VOCABULARY).sequences([sample])
     assert masked_row.wanted_N.tolist() == [1, 2]
     assert masked_row.allowed_N == ()

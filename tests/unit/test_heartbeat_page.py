@@ -142,17 +142,17 @@ def test_each_number_of_the_page_is_its_own(page: HeartbeatPage) -> None:
     page.count_hung(worker_place(0))
     page.count_ended(worker_place(1))
     page.count_ended(worker_place(1))
-    page.count_wrong_answer(worker_place(0))
-    page.count_wrong_answer(worker_place(1))
+    page.count_wrong_reply(worker_place(0))
+    page.count_wrong_reply(worker_place(1))
     page.announce_version(WeightVersion(7))
     places = (SUPERVISOR, worker_place(0), worker_place(1))
     assert [page.beats(place) for place in places] == [0, 0, 1]
     assert [page.hung(place) for place in places] == [0, 1, 0]
     assert [page.ended(place) for place in places] == [0, 0, 2]
-    assert page.wrong_answers() == 2
+    assert page.wrong_replies() == 2
     assert page.newest_version() == 7
     assert page.run_has_ended() is False
     page.end_run()
-    assert page.wrong_answers() == 2
+    assert page.wrong_replies() == 2
     assert page.newest_version() == 7
     assert page.run_has_ended() is True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.task_checks import check_held_out_apart
 from invrl.rollout.tasks.held_out_overlap import shared_tasks
 from invrl.run.settings.config import Config, Source, resolve
@@ -110,7 +110,9 @@ def test_the_training_file_as_the_held_out_file_is_doubted(tmp_path: Path) -> No
         tmp_path / "other.jsonl",
         [{"question": f"{n} - 1?", "label": n - 1} for n in range(3)],
     )
-    with pytest.raises(Doubt, match="10 of 10 held-out tasks are training tasks too"):
+    with pytest.raises(
+        CheckWarning, match="10 of 10 held-out tasks are training tasks too"
+    ):
         check_held_out_apart(
             configuration(
                 task_file=file,
@@ -118,7 +120,7 @@ def test_the_training_file_as_the_held_out_file_is_doubted(tmp_path: Path) -> No
             )
         )
     sets = f"new={other},seen={file}"
-    with pytest.raises(Doubt, match="too: what") as caught:
+    with pytest.raises(CheckWarning, match="too: what") as caught:
         check_held_out_apart(
             configuration(
                 task_file=file,
@@ -154,7 +156,7 @@ def test_a_source_that_ignores_the_split_is_doubted(
     it."""
     (tmp_path / "overlapping_source.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Doubt, match="64 of 100 held-out tasks"):
+    with pytest.raises(CheckWarning, match="64 of 100 held-out tasks"):
         check_held_out_apart(
             configuration(
                 task_source_path="overlapping_source:same", eval={"tasks": 100}

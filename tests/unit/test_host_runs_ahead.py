@@ -14,7 +14,7 @@ import torch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
 from invrl.algorithms.objectives.example import example_inputs, with_row_numbers
-from invrl.algorithms.objectives.objectives import check_outputs, objective_of
+from invrl.algorithms.objectives.objectives import check_outputs, load_objective
 from invrl.algorithms.policy_loss.value_loss import value_loss
 from invrl.contrib.lambda_grpo import LengthWeight
 from invrl.train.model.nonfinite_steps import nonfinite
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kl": {"kl": {"coefficient": 0.05}},
     "entropy": {"entropy": {"coefficient": 0.01}},
     "sequences": {"ratio_level": "sequence", "aggregation": "sequence_mean"},
-    "lengths": {"row_weight": "invrl.contrib.lambda_grpo:LengthWeight"},
+    "lengths": {"sample_weight": "invrl.contrib.lambda_grpo:LengthWeight"},
     "rejection": {"rejection": {"kind": "token"}},
     "sft": {"objective": "sft"},
 }
@@ -42,7 +42,7 @@ def without_numbers(value: Any) -> Any:
 
 def inputs_without_numbers() -> LossInputs:
     inputs = with_row_numbers(example_inputs(), LengthWeight())
-    rows = inputs.rows
+    rows = inputs.samples
     members = {
         field.name: without_numbers(getattr(inputs, field.name))
         for field in fields(inputs)
@@ -61,7 +61,7 @@ def inputs_without_numbers() -> LossInputs:
 def test_computing_an_objective_does_not_wait_for_the_gpu(
     settings: dict[str, Any],
 ) -> None:
-    outputs = objective_of(AlgorithmConfig.model_validate(settings))(
+    outputs = load_objective(AlgorithmConfig.model_validate(settings))(
         inputs_without_numbers()
     )
     check_outputs("rl", outputs)

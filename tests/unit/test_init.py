@@ -73,7 +73,7 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
     assert config.engine.dtype == dtype
     assert config.train.train_dtype == dtype
-    assert config.train.max_row_tokens == 4096, (
+    assert config.train.max_sample_tokens == 4096, (
         "a row of the model's whole context may not fit into memory"
     )
     assert config.train.lr == 3e-5

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import pytest
-from mortal_fleet import (
+from dying_fleet import (
     Deaths,
     FakeClient,
     FakeReceiver,

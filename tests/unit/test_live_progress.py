@@ -27,7 +27,11 @@ from invrl.observe.sinks.sinks import RunObserver, Sink
 from invrl.observe.sinks.wait_messages import CurrentPhase
 from invrl.run.loop.failed_rollouts import EvaluationFailures
 from invrl.run.loop.held_out import CountedTasks
-from invrl.run.processes.awaited_work import AwaitedWork, PartsStarting, rollouts_text
+from invrl.run.processes.phase_progress import (
+    PhaseProgress,
+    StartingParts,
+    rollouts_text,
+)
 from invrl.train.model.step_progress import StepProgress
 
 ROOT = Path(__file__).parents[2]
@@ -137,22 +141,24 @@ def test_time_left_is_estimated_from_the_last_steps() -> None:
         assert (run.curve, run.steps_made) == ([0.5, 0.25], 2)  # a run that resumes
         clock.now = 100.0  # of starting
         progress.phase("rollout", 3)
-        assert run.seconds_left(clock.now) is None
+        assert run.remaining_seconds(clock.now) is None
         assert "time left: unknown" in lines_of(run, 80)[0]
         clock.now = 110.0
         progress.step(3, {"rollout/reward_mean": 0.5})
-        assert run.seconds_left(clock.now) == 190.0
+        assert run.remaining_seconds(clock.now) == 190.0
         clock.now = 114.0  # within the next step
-        assert run.seconds_left(clock.now) == 186.0
+        assert run.remaining_seconds(clock.now) == 186.0
         # which takes longer than any before: no more than it is taken off
         clock.now = 150.0
-        assert run.seconds_left(clock.now) == 180.0
+        assert run.remaining_seconds(clock.now) == 180.0
         for step in range(4, 14):
             clock.now += 2.0
             progress.step(step, {"rollout/reward_mean": 0.5})
         progress.step(13, {"eval/greedy/accuracy": 1.0})  # no step of its own
         assert run.step_seconds[1] == 42.0  # of the slow one
-        assert run.seconds_left(clock.now) == pytest.approx(9 * (42.0 + 9 * 2.0) / 10)
+        assert run.remaining_seconds(clock.now) == pytest.approx(
+            9 * (42.0 + 9 * 2.0) / 10
+        )
     finally:
         progress.close()
 
@@ -224,7 +230,7 @@ def test_progress_counts_held_out_tasks_of_each_evaluation() -> None:
 
 def test_starting_processes_are_shown_until_they_are_up_or_have_failed() -> None:
     async def run() -> list[str]:
-        starting = PartsStarting()
+        starting = StartingParts()
         release = asyncio.Event()
 
         async def start() -> None:
@@ -234,8 +240,8 @@ def test_starting_processes_are_shown_until_they_are_up_or_have_failed() -> None
             await asyncio.sleep(0)
             raise OSError
 
-        engines = asyncio.create_task(starting.until_up("engines", start()))
-        trainer = asyncio.create_task(starting.until_up("trainer", fail()))
+        engines = asyncio.create_task(starting.wait_until_up("engines", start()))
+        trainer = asyncio.create_task(starting.wait_until_up("trainer", fail()))
         await asyncio.sleep(0)
         texts = [await starting.text()]
         await asyncio.gather(trainer, return_exceptions=True)
@@ -248,13 +254,13 @@ def test_starting_processes_are_shown_until_they_are_up_or_have_failed() -> None
 
 
 class Screen(Sink):
-    def __init__(self, *, shows_awaited: bool) -> None:
+    def __init__(self, *, shows_waits: bool) -> None:
         self.texts: list[str] = []
-        self._shows_awaited = shows_awaited
+        self._shows_waits = shows_waits
 
     @property
-    def shows_awaited(self) -> bool:
-        return self._shows_awaited
+    def shows_waits(self) -> bool:
+        return self._shows_waits
 
     def awaits(self, text: str) -> None:
         self.texts.append(text)
@@ -274,16 +280,16 @@ def test_progress_is_queried_only_in_its_phase_and_for_a_live_display() -> None:
     async def run(screen: Screen, name: str) -> None:
         phase = CurrentPhase()
         phase.phase(name, 1)
-        work = AwaitedWork(RunObserver([screen]), phase, {"rollout": rollouts})
+        work = PhaseProgress(RunObserver([screen]), phase, {"rollout": rollouts})
         reporting = asyncio.create_task(work.report(interval_s=0.0))
         for _ in range(100):
             await asyncio.sleep(0)
         reporting.cancel()
 
-    asyncio.run(run(Screen(shows_awaited=False), "rollout"))
-    asyncio.run(run(Screen(shows_awaited=True), "train"))
+    asyncio.run(run(Screen(shows_waits=False), "rollout"))
+    asyncio.run(run(Screen(shows_waits=True), "train"))
     assert asked == []
-    screen = Screen(shows_awaited=True)
+    screen = Screen(shows_waits=True)
     asyncio.run(run(screen, "rollout"))
     assert screen.texts == ["answer 1", "answer 3"]
     assert len(asked) == 4  # not again after it was dead

@@ -15,12 +15,12 @@ from invrl.algorithms.objectives.example import (
     example_inputs_of,
     with_row_numbers,
 )
-from invrl.algorithms.objectives.objectives import needs_of
-from invrl.algorithms.policy_loss.axis_plugins import load_row_weight
+from invrl.algorithms.objectives.objectives import objective_needs
+from invrl.algorithms.policy_loss.axis_plugins import load_sample_weight
 from invrl.algorithms.policy_loss.losses import policy_loss
-from invrl.algorithms.policy_loss.surrogates import SURROGATES
+from invrl.algorithms.policy_loss.policy_losses import POLICY_LOSSES
 from invrl.algorithms.presets import PRESETS
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
 from invrl.run.settings.config import Config, resolve
@@ -92,7 +92,7 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--rejection token", "kind", "neither bound", "--rejection.high"),
         (
-            f"--row-weight {LENGTHS} --n-samples-per-prompt 1 --advantage raw --group-filter none",
+            f"--sample-weight {LENGTHS} --n-samples-per-prompt 1 --advantage raw --group-filter none",
             "n_samples_per_prompt",
             "every weight is 1",
             "2 or more",
@@ -104,26 +104,26 @@ def from_flags(*flags: str) -> Config:
             "below 0.08908",
         ),
         (
-            f"--objective sft --data-path rows.jsonl --row-weight {LENGTHS}",
-            "row_weight",
+            f"--objective sft --data-path rows.jsonl --sample-weight {LENGTHS}",
+            "sample_weight",
             "the objective sft does not read it",
             "leave it out",
         ),
         (
-            f"--row-weight {LENGTHS} --plugin.LengthWeight.exponent 101",
+            f"--sample-weight {LENGTHS} --plugin.LengthWeight.exponent 101",
             "exponent",
             "100",
             "lower it",
         ),
         (
-            f"--row-weight {LENGTHS}",
+            f"--sample-weight {LENGTHS}",
             "exponent",
             "not learned",
             "--adaptations invrl.contrib.lambda_grpo:LearnedExponent",
         ),
         (
             f"--adaptations {LEARNED} --plugin.LearnedExponent.lr 1",
-            "row_weight",
+            "sample_weight",
             "no exponent",
             LENGTHS,
         ),
@@ -234,7 +234,7 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--dual-clip 0.5", "dual_clip", "greater than 1", "bound of the ratio"),
         (
-            "--routing-replay trainer --num-minibatches 2 --old-logprobs invrl.contrib.a3po:Interpolated",
+            "--routing-replay trainer --num-mini-batches 2 --old-logprobs invrl.contrib.a3po:Interpolated",
             "routing_replay",
             "no pass",
             "recompute",
@@ -259,14 +259,14 @@ def test_contradicting_loss_axes_are_refused(
         "--policy-loss vespo --correction none",
         "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to reward",
         "--algorithm-preset lambda_grpo --n-samples-per-prompt 82",
-        f"--row-weight {LENGTHS} --plugin.LengthWeight.exponent -2 --aggregation rollout_mean",
-        f"--objective distillation --row-weight {LENGTHS} --plugin.LengthWeight.exponent 1 "
+        f"--sample-weight {LENGTHS} --plugin.LengthWeight.exponent -2 --aggregation rollout_mean",
+        f"--objective distillation --sample-weight {LENGTHS} --plugin.LengthWeight.exponent 1 "
         "--teacher.model-path x --group-filter none",
         f"--adaptations {ENTROPY} --plugin.AdaptiveEntropy.ceiling 0.2",
         f"--adaptations {ENTROPY},{KL} --plugin.AdaptiveEntropy.target 0.1 "
         "--plugin.AdaptiveEntropy.ceiling 0.2 --plugin.AdaptiveEntropy.step 0.1 "
         "--plugin.AdaptiveKL.target 0.1 --kl.coefficient 0.1",
-        "--algorithm-preset lambda_grpo --row-weight invrl.contrib.lambda_grpo:LengthWeight "
+        "--algorithm-preset lambda_grpo --sample-weight invrl.contrib.lambda_grpo:LengthWeight "
         "--plugin.LengthWeight.exponent 1",
         "--algorithm-preset rspo --no-ratio-weight",
         "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to rollout_reward --advantage rloo",
@@ -288,7 +288,7 @@ def test_compatible_loss_axes_are_accepted(flags: str) -> None:
             ["the truncated", "the token"],
         ),
         (["--old-logprobs", "invrl.contrib.a3po:Interpolated"], []),
-        (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
+        (["--algorithm-preset", "lambda_grpo", "--num-mini-batches", "2"], []),
     ],
 )
 def test_loss_settings_without_effect_are_listed(
@@ -321,7 +321,7 @@ def test_settings_that_correct_for_old_tokens_pass_the_check(flags: str) -> None
     ],
 )
 def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
-    with pytest.raises(Doubt, match=reason):
+    with pytest.raises(CheckWarning, match=reason):
         run_check("off-policy correction", from_flags(*flags.split()))
 
 
@@ -329,11 +329,11 @@ def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
 def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
-    assert algorithm.policy_loss in SURROGATES
-    inputs = example_inputs_of(needs_of(algorithm))
-    row_weight = load_row_weight(algorithm)
-    if row_weight is not None:
-        inputs = with_row_numbers(inputs, row_weight)
+    assert algorithm.policy_loss in POLICY_LOSSES
+    inputs = example_inputs_of(objective_needs(algorithm))
+    sample_weight = load_sample_weight(algorithm)
+    if sample_weight is not None:
+        inputs = with_row_numbers(inputs, sample_weight)
     policy_loss(inputs, algorithm).loss.backward()
     assert inputs.current_N.grad is not None
     assert torch.isfinite(inputs.current_N.grad).all()
@@ -344,7 +344,7 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
 
 LOSSES = """
 from pydantic import PositiveFloat
-from invrl.algorithms.policy_loss.surrogates import TokenLosses
+from invrl.algorithms.policy_loss.policy_losses import TokenLosses
 from invrl.errors import ConfigError
 from invrl.types.section import Section
 
@@ -353,7 +353,7 @@ def good(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
 
 def with_inputs(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
     assert inputs.rollout_N.shape == ratio_N.shape
-    return -ratio_N * advantages_N * inputs.rows.spread(inputs.rows.tokens_R)
+    return -ratio_N * advantages_N * inputs.samples.spread(inputs.samples.tokens_R)
 
 def of_own_column(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
     return -ratio_N * inputs.columns["mine"]

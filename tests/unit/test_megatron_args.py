@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from invrl.errors import ConfigError
-from invrl.run.settings.foreign_names import ANSWERS
+from invrl.run.settings.other_trainers import ANSWERS
 from invrl.train.config import TrainConfig
 from invrl.train.runtime.megatron_args import (
     MegatronOptions,

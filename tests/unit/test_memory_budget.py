@@ -173,8 +173,8 @@ def test_grouped_expert_gradients_need_one_buffer_per_layer(
 def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     """A micro-batch then has as many tokens for each of them. (qwen3: two heads of
     keys, 16 wide.)"""
-    one_rank = estimated(model, max_tokens_per_microbatch=1000)
-    context = estimated(model, max_tokens_per_microbatch=1000, context_parallel_size=4)
+    one_rank = estimated(model, max_tokens_per_micro_batch=1000)
+    context = estimated(model, max_tokens_per_micro_batch=1000, context_parallel_size=4)
     assert context.weights == one_rank.weights
     assert context.optimizer == one_rank.optimizer / 4
     more_keys = 4 * 2 * (2 * 16) * 3 * 1000
@@ -188,9 +188,9 @@ def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(
     model: Path,
 ) -> None:
     """Each of several replicas then holds the whole optimizer's state once."""
-    estimate = estimated(model, max_tokens_per_microbatch=1)
+    estimate = estimated(model, max_tokens_per_micro_batch=1)
     assert (
-        estimated(model, data_parallel_size=2, max_tokens_per_microbatch=1).step
+        estimated(model, data_parallel_size=2, max_tokens_per_micro_batch=1).step
         == estimate.optimizer
     )
     assert estimate.step < estimate.optimizer
@@ -234,8 +234,8 @@ def test_checkpoint_written_during_training_counts_on_the_ranks_that_write(
 def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(
     model: Path,
 ) -> None:
-    replicas = {"data_parallel_size": 2, "max_tokens_per_microbatch": 1}
-    estimate = estimated(model, max_tokens_per_microbatch=1)
+    replicas = {"data_parallel_size": 2, "max_tokens_per_micro_batch": 1}
+    estimate = estimated(model, max_tokens_per_micro_batch=1)
     copying = estimated(model, copies_checkpoints=True, **replicas)
     assert copying.step == estimate.step
     assert copying.step + copying.copy > estimated(model, **replicas).step
@@ -243,7 +243,7 @@ def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(
 
 def test_memory_of_a_step_grows_with_its_tokens(model: Path) -> None:
     steps = [
-        estimated(model, max_tokens_per_microbatch=tokens).step
+        estimated(model, max_tokens_per_micro_batch=tokens).step
         for tokens in (1000, 2000, 4000)
     ]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
@@ -345,7 +345,7 @@ def test_recomputation_options_change_the_estimate(model: Path) -> None:
     }
     tokens = 100_000
     steps = [
-        estimated(model, megatron=options, max_tokens_per_microbatch=tokens).step
+        estimated(model, megatron=options, max_tokens_per_micro_batch=tokens).step
         for options in (full, selective, {})
     ]
     assert steps == sorted(steps)
@@ -365,7 +365,7 @@ def test_reference_counts_on_the_device_of_its_placement(
 ) -> None:
     """On a GPU, where a micro-batch of one token adds next to nothing."""
     size = ModelSize.of(model, read_hf_config(model))
-    settings: dict[str, Any] = {"on_cuda": True, "max_tokens_per_microbatch": 1}
+    settings: dict[str, Any] = {"on_cuda": True, "max_tokens_per_micro_batch": 1}
     without = estimated(model, **settings)
     placed = estimated(
         model, frozen_models=1, reference_placement=placement, **settings
@@ -429,22 +429,24 @@ def test_replayed_experts_count_a_column_per_layer(tmp_path: Path) -> None:
     that have experts."""
     model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3)
     tokens = 1000
-    plain = estimated(model, max_tokens_per_microbatch=tokens)
+    plain = estimated(model, max_tokens_per_micro_batch=tokens)
     replayed = estimated(
-        model, max_tokens_per_microbatch=tokens, routing_replay="engine"
+        model, max_tokens_per_micro_batch=tokens, routing_replay="engine"
     )
     assert replayed.step - plain.step == pytest.approx(tokens * 4 * (2 * 3 + 16 * 2))
-    compared = estimated(model, max_tokens_per_microbatch=tokens, compares_routers=True)
+    compared = estimated(
+        model, max_tokens_per_micro_batch=tokens, compares_routers=True
+    )
     assert compared.step - plain.step == pytest.approx(
         tokens * 4 * ((2 + 4) * 3 + 16 * 2)
     )
 
 
 def test_memory_estimate_is_for_the_largest_micro_batch(model: Path) -> None:
-    full = budget(model, max_tokens_per_microbatch=4000)
+    full = budget(model, max_tokens_per_micro_batch=4000)
     assert (
         full.largest(1000).total
-        == estimated(model, max_tokens_per_microbatch=1000).total
+        == estimated(model, max_tokens_per_micro_batch=1000).total
     )
     assert full.largest().total == full.largest(4000).total
 
@@ -481,7 +483,7 @@ def test_pipeline_stage_keeps_activations_of_micro_batches_in_flight(
     layer = LayerActivations.of(config, 0, 2, on_cuda=False).total
     tokens = 1000
     plain = budget(
-        folder, pipeline_model_parallel_size=4, max_tokens_per_microbatch=tokens
+        folder, pipeline_model_parallel_size=4, max_tokens_per_micro_batch=tokens
     ).stages()
     for stage, in_flight in enumerate((4, 3, 2)):
         assert plain[stage].step == pytest.approx(tokens * layer * (2 * in_flight + 1))
@@ -489,7 +491,7 @@ def test_pipeline_stage_keeps_activations_of_micro_batches_in_flight(
         folder,
         pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=2,
-        max_tokens_per_microbatch=tokens,
+        max_tokens_per_micro_batch=tokens,
     )
     assert virtual.stages()[0].step == pytest.approx(
         tokens * layer * (2 * 3 + 4 + 1 + 1)

@@ -1,6 +1,6 @@
 import numpy as np
 import torch
-from loss_rows import one_row, tokens_alone
+from loss_samples import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs
@@ -53,7 +53,7 @@ def gap_metrics(after_update: list[bool] | None) -> dict[str, float]:
         advantages_N=torch.ones(3),
         reference_N=None,
         entropy_N=None,
-        rows=one_row(3),
+        samples=one_row(3),
         denominators=tokens_alone(3.0),
         after_update_N=None if after_update is None else torch.tensor(after_update),
     )

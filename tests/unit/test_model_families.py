@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tiny_model import Family, tensor_shapes
 
 from invrl import families
-from invrl.cli.checks.machine import look_at_machine
+from invrl.cli.checks.machine import inspect_machine
 from invrl.cli.checks.model_checks import check_engine_here, check_trainable
 from invrl.errors import ConfigError
 from invrl.families.hf_config import parse_hf_config
@@ -170,7 +170,7 @@ def test_doctor_names_the_family_and_its_supported_devices(
     (tmp_path / "config.json").write_text(json.dumps(config(model_type=model_type)))
     run = resolve(Source(name="test", tables={"model": {"model_path": str(tmp_path)}}))
     assert check_trainable(run) == f"{model_type} ({family.models})"
-    machine = look_at_machine()
+    machine = inspect_machine()
     check_engine_here(run, replace(machine, gpus=1))
     if not family.not_served_on_cpu:
         check_engine_here(run, replace(machine, gpus=0))

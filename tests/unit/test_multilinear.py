@@ -10,9 +10,9 @@ import torch
 
 from invrl.errors import LayoutError
 from invrl.weights.checksums.multilinear_checksum import (
-    checksum_of_slice,
-    checksum_of_whole,
-    checksums_of_ranks,
+    rank_checksums,
+    slice_checksum,
+    whole_checksum,
 )
 from invrl.weights.tensors.tensor_slice import TensorSlice
 
@@ -47,10 +47,9 @@ def cut(
 def sum_of_parts(tensor: torch.Tensor, parts: list[Part]) -> str:
     """The checksum that ranks with these parts make together."""
     by_rank = [
-        {"weight": checksum_of_slice(part, place, tensor.shape)}
-        for part, place in parts
+        {"weight": slice_checksum(part, place, tensor.shape)} for part, place in parts
     ]
-    return checksums_of_ranks(by_rank)["weight"]
+    return rank_checksums(by_rank)["weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -69,8 +68,8 @@ def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
     generator = torch.Generator().manual_seed(1)
     values = 100 * torch.randn(shape, generator=generator)
     tensor = values.to(dtype)
-    whole = checksum_of_whole(tensor)
-    assert checksum_of_whole(tensor.clone()) == whole
+    whole = whole_checksum(tensor)
+    assert whole_checksum(tensor.clone()) == whole
     num_dimensions = len(shape)
     if shape[-1] == 3:
         num_dimensions -= 1  # no cut divides it
@@ -99,7 +98,7 @@ def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
         for word, column in zip(line, columns, strict=True):
             mixed = word ^ (word % 2**64 >> 29)
             total += mixed * row * column
-    assert checksum_of_whole(MATRIX) == f"{total % 2**64:016x}"
+    assert whole_checksum(MATRIX) == f"{total % 2**64:016x}"
 
 
 def with_flipped_bit(row: int, column: int, bit: int) -> torch.Tensor:
@@ -131,21 +130,21 @@ def test_every_damage_changes_the_checksum() -> None:
         -MATRIX,
         (~MATRIX.view(torch.int32)).view(torch.float32),
     ]
-    checksums = {checksum_of_whole(MATRIX)}
+    checksums = {whole_checksum(MATRIX)}
     for damaged in damages:
-        checksums.add(checksum_of_whole(damaged.contiguous()))
+        checksums.add(whole_checksum(damaged.contiguous()))
     assert len(damages) == 27
     assert len(checksums) == 28
 
 
 def test_sign_of_a_bfloat16_matrix_changes_its_checksum() -> None:
     half = MATRIX.to(torch.bfloat16)
-    assert checksum_of_whole(half) != checksum_of_whole(-half)
+    assert whole_checksum(half) != whole_checksum(-half)
 
 
 def by_name(part: torch.Tensor, place: TensorSlice) -> dict[str, str]:
     """What a rank says of its slice of the matrix."""
-    return {"weight": checksum_of_slice(part, place, MATRIX.shape)}
+    return {"weight": slice_checksum(part, place, MATRIX.shape)}
 
 
 def test_wrong_slice_in_one_rank_is_named() -> None:
@@ -154,16 +153,16 @@ def test_wrong_slice_in_one_rank_is_named() -> None:
     second = by_name(*second_part)
     # rank 1 holds the slice of rank 0
     wrong = by_name(first_part[0], second_part[1])
-    whole = checksum_of_whole(MATRIX)
-    right = checksums_of_ranks([first, second])
+    whole = whole_checksum(MATRIX)
+    right = rank_checksums([first, second])
     assert right == {"weight": whole}
-    assert checksums_of_ranks([first, wrong])["weight"] != whole
+    assert rank_checksums([first, wrong])["weight"] != whole
     for by_rank, reason in (
         ([first, first], "the ranks hold the slices 0/2 only"),
         ([first, {}], "rank 1 has no checksum"),
         ([first, second, wrong], "rank 2 holds another slice 1/2"),
     ):
-        checksum = checksums_of_ranks(by_rank)["weight"]
+        checksum = rank_checksums(by_rank)["weight"]
         assert reason in checksum
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from invrl.cli.flags import SETTING_FLAGS
-from invrl.run.settings.foreign_names import (
-    ANSWERS,
-    FOREIGN_NAMES,
-    ON_FILES,
-    ON_ROLLOUTS,
-)
 from invrl.run.settings.former_settings import FORMER_NAMES
 from invrl.run.settings.name_suggestions import (
     meant_setting,
     near_settings,
     nearest_setting,
+)
+from invrl.run.settings.other_trainers import (
+    ANSWERS,
+    ON_FILES,
+    ON_ROLLOUTS,
+    OTHER_TRAINERS,
 )
 
 OURS = [setting.name for setting in SETTING_FLAGS]
@@ -29,8 +29,8 @@ FLAGS = [as_flag(name) for name in OURS]
 
 
 def test_table_of_foreign_names_leads_only_to_existing_settings():
-    assert set(FOREIGN_NAMES) <= set(OURS)
-    foreign = [name for names in FOREIGN_NAMES.values() for name in names.split()]
+    assert set(OTHER_TRAINERS) <= set(OURS)
+    foreign = [name for names in OTHER_TRAINERS.values() for name in names.split()]
     assert len(foreign) == len(set(foreign)), "a name has one meaning"
     assert not set(foreign) & set(OURS)
     assert not set(ANSWERS) & {*foreign, *OURS}
@@ -39,9 +39,9 @@ def test_table_of_foreign_names_leads_only_to_existing_settings():
     )
 
 
-@pytest.mark.parametrize("ours", sorted(FOREIGN_NAMES))
+@pytest.mark.parametrize("ours", sorted(OTHER_TRAINERS))
 def test_every_foreign_setting_name_suggests_ours(ours: str):
-    for foreign in FOREIGN_NAMES[ours].split():
+    for foreign in OTHER_TRAINERS[ours].split():
         assert meant_setting(foreign) == ours
         *_, last = near_settings(as_flag(foreign), FLAGS)
         assert last == as_flag(ours)
@@ -82,7 +82,7 @@ def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: 
         ("--batch-size", "--data.batch-size"),
         ("--dataset", "--data-path"),
         ("--beta", "--dpo.beta"),
-        ("--max-length", "--max-row-tokens"),
+        ("--max-length", "--max-sample-tokens"),
         ("--learning-rate", "--lr"),
     ],
 )

@@ -12,10 +12,10 @@ from invrl.algorithms.objectives.example import try_objective
 from invrl.algorithms.objectives.objectives import (
     Needs,
     is_built_in,
-    needs_of,
-    objective_of,
+    load_objective,
+    objective_needs,
 )
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.errors import PluginError
 
 
@@ -37,7 +37,7 @@ with_wrong_needs.needs = {"reference"}
 def with_table_alone(inputs: object) -> None: ...
 
 
-with_table_alone.needs = Needs(row_table=True)
+with_table_alone.needs = Needs(sample_table=True)
 
 
 def with_two_arguments(inputs: object, other: object) -> None: ...
@@ -49,17 +49,19 @@ def of_this_file(name: str) -> AlgorithmConfig:
 
 def test_policy_gradient_needs_follow_from_its_settings() -> None:
     assert is_built_in("rl")
-    assert needs_of(AlgorithmConfig()) == Needs(old=True)
-    assert needs_of(AlgorithmConfig(old_logprobs="engine")) == Needs()
-    assert needs_of(AlgorithmConfig(kl={"coefficient": 0.1})) == Needs(
+    assert objective_needs(AlgorithmConfig()) == Needs(old=True)
+    assert objective_needs(AlgorithmConfig(old_logprobs="engine")) == Needs()
+    assert objective_needs(AlgorithmConfig(kl={"coefficient": 0.1})) == Needs(
         old=True, reference=True
     )
 
 
 def test_user_objective_needs_what_it_declares() -> None:
-    assert needs_of(of_this_file("plain")) == Needs()
-    assert needs_of(of_this_file("with_needs")) == Needs(old=True, reference=True)
-    assert objective_of(of_this_file("plain")) is plain
+    assert objective_needs(of_this_file("plain")) == Needs()
+    assert objective_needs(of_this_file("with_needs")) == Needs(
+        old=True, reference=True
+    )
+    assert load_objective(of_this_file("plain")) is plain
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_user_objective_needs_what_it_declares() -> None:
 )
 def test_unusable_objective_is_refused_by_name(name: str, reason: str) -> None:
     with pytest.raises(PluginError, match=f"(?s)objective.*{name}.*{reason}"):
-        needs_of(of_this_file(name))
+        objective_needs(of_this_file(name))
 
 
 def square(inputs: LossInputs) -> LossOutputs:
@@ -139,9 +141,9 @@ def test_objective_that_fails_its_trial_is_refused(name: str, reason: str) -> No
         try_objective(of_this_file(name))
 
 
-def table(group_ids: str, *, reference: bool = True) -> RowTable:
+def table(group_ids: str, *, reference: bool = True) -> SampleTable:
     values_M = np.array([float(ord(group_id)) for group_id in group_ids])
-    return RowTable(
+    return SampleTable(
         group_ids=tuple(group_ids),
         tokens_M=values_M,
         current_M=-values_M,
@@ -151,7 +153,7 @@ def table(group_ids: str, *, reference: bool = True) -> RowTable:
 
 
 def test_objective_tables_of_ranks_are_joined_in_order() -> None:
-    joined = RowTable.joined(
+    joined = SampleTable.joined(
         [table(""), table("ab"), table("", reference=False), table("c")]
     )
     assert joined.group_ids == ("a", "b", "c")
@@ -161,7 +163,7 @@ def test_objective_tables_of_ranks_are_joined_in_order() -> None:
     assert (
         joined.reference_M.tolist() == joined.numbers["chosen"].tolist() == [97, 98, 99]
     )
-    assert RowTable.joined([table("")]).group_ids == ()
+    assert SampleTable.joined([table("")]).group_ids == ()
 
 
 def with_values(inputs: object) -> None: ...
@@ -171,30 +173,32 @@ with_values.needs = Needs(values=True)
 
 
 def test_critic_is_needed_by_its_advantages() -> None:
-    assert needs_of(AlgorithmConfig(advantage="gae")).values
-    assert not needs_of(AlgorithmConfig(advantage="grpo")).values
-    assert not needs_of(AlgorithmConfig(advantage="gae")).reference
+    assert objective_needs(AlgorithmConfig(advantage="gae")).values
+    assert not objective_needs(AlgorithmConfig(advantage="grpo")).values
+    assert not objective_needs(AlgorithmConfig(advantage="gae")).reference
     with_kl = AlgorithmConfig(
         advantage="gae",
         kl={"coefficient": 0.1, "added_to": "reward", "estimator": "k1"},
     )
-    assert needs_of(with_kl).reference
+    assert objective_needs(with_kl).reference
 
 
 def test_user_objective_declares_the_critic_values_of_its_advantages() -> None:
     config = of_this_file("with_values")
-    assert needs_of(config).values
+    assert objective_needs(config).values
     with_gae = config.model_copy(update={"advantage": "gae"})
-    assert needs_of(with_gae).values
-    assert not needs_of(with_gae).reference
+    assert objective_needs(with_gae).values
+    assert not objective_needs(with_gae).reference
     in_rewards = with_gae.model_copy(
         update={"kl": KlConfig(coefficient=0.1, added_to="reward")}
     )
-    assert needs_of(in_rewards).reference
+    assert objective_needs(in_rewards).reference
     with pytest.raises(
         PluginError, match=r"(?s)--advantage gae needs a critic.*Needs\(values=True"
     ):
-        needs_of(of_this_file("with_needs").model_copy(update={"advantage": "gae"}))
+        objective_needs(
+            of_this_file("with_needs").model_copy(update={"advantage": "gae"})
+        )
 
 
 def test_critic_lambda_defaults_to_the_policys() -> None:

@@ -12,9 +12,9 @@ from invrl.errors import ConfigError
 from invrl.run.settings.config import (
     Config,
     Source,
+    optional_table_sections,
     read_toml,
     resolve,
-    section_of_optional_table,
 )
 from invrl.run.settings.former_settings import as_written_now
 from invrl.run.settings.resolved_config import _checksum, load_resolved, write_resolved
@@ -43,10 +43,10 @@ def test_a_table_that_is_absent_or_turned_off_is_none(flags: tuple[str, ...]) ->
 
 def test_a_flag_turns_off_what_a_file_or_a_preset_sets(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[wandb]\nproject = "p"\n\n[train]\nmax_row_tokens = 64\n')
-    config = from_flags("--config", str(file), "--no-wandb", "--no-max-row-tokens")
+    file.write_text('[wandb]\nproject = "p"\n\n[train]\nmax_sample_tokens = 64\n')
+    config = from_flags("--config", str(file), "--no-wandb", "--no-max-sample-tokens")
     assert config.run.wandb is None
-    assert config.train.max_row_tokens is None
+    assert config.train.max_sample_tokens is None
     config = from_flags(
         "--algorithm-preset", "ppo", "--no-kl", "--no-critic.value-clip"
     )
@@ -153,7 +153,7 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
             "rejection_high": 0.0,
         },
     }
-    section_of_table = section_of_optional_table()
+    section_of_table = optional_table_sections()
     now = as_written_now(recorded, section_of_table)
     assert now["run"] == {"run_name": "r", "wandb": False}
     assert now["checkpoints"] == {"keep": False}
@@ -240,7 +240,9 @@ def test_a_recorded_configuration_names_what_was_built_in(
     tmp_path: Path,
 ) -> None:
     """Settings of [algorithm], and tables beside it."""
-    written = {"algorithm": {"num_minibatches": 4, "correction": "geometric_truncated"}}
+    written = {
+        "algorithm": {"num_mini_batches": 4, "correction": "geometric_truncated"}
+    }
     for name, value in recorded.items():
         if isinstance(value, dict):
             written[name] = value
@@ -268,7 +270,7 @@ def test_a_recorded_transport_keeps_its_own_settings_alone() -> None:
         "gateway": {"gateway_port": 8000, "session_ttl_s": 5.0, "late_reward": "drop"},
         "sglang": {"log_level": "info"},
     }
-    now = as_written_now(recorded, section_of_optional_table())
+    now = as_written_now(recorded, optional_table_sections())
     assert now == {
         "weights": {
             "transport": "disk",
@@ -280,7 +282,7 @@ def test_a_recorded_transport_keeps_its_own_settings_alone() -> None:
         "session": {"ttl_s": 5.0},
         "sglang": {"log_level": "info"},
     }
-    assert as_written_now(now, section_of_optional_table()) == now
+    assert as_written_now(now, optional_table_sections()) == now
 
 
 def test_a_recorded_file_is_checked_as_it_was_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packed_rows import LAYOUTS, batch_of, rows, sample, visible
 
 from invrl.train.batches import packing
-from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.micro_batch import MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import shard_batch
 from invrl.types.batches import TrainBatch
@@ -23,7 +23,7 @@ from invrl.types.batches import TrainBatch
 @given(data=rows(), more=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_last_query_that_sees_a_token_is_its_last_descendant(
-    share: bool, data: list[Row], more: int
+    share: bool, data: list[TokenSequence], more: int
 ) -> None:
     for packed in pack(data, max_tokens=1000, share_prefixes=share):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
@@ -33,7 +33,11 @@ def test_last_query_that_sees_a_token_is_its_last_descendant(
 
 
 def check_history(
-    micro_batch: MicroBatch, attended: list[np.ndarray], row: Row, t: int, target: int
+    micro_batch: MicroBatch,
+    attended: list[np.ndarray],
+    row: TokenSequence,
+    t: int,
+    target: int,
 ) -> None:
     """Token t of the row is predicted from the t tokens before it and from no other."""
     projection = micro_batch.projection_N[target]
@@ -49,7 +53,7 @@ def check_history(
 @given(data=rows(), max_tokens=st.sampled_from([1, 5, 12, 1000]))
 @settings(max_examples=60, deadline=None)
 def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
-    layout: str, share: bool, data: list[Row], max_tokens: int
+    layout: str, share: bool, data: list[TokenSequence], max_tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "DENSE_TREE_TOKENS", LAYOUTS[layout])
@@ -58,7 +62,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     for micro_batch in micro_batches:
         attended = visible(micro_batch)
         num_targets = 0
-        for index, wanted_N in micro_batch.rows:
+        for index, wanted_N in micro_batch.sequences:
             assert index not in wanted_by_row, "a row is packed once"
             wanted_by_row[index] = list(wanted_N)
             for t in wanted_N:
@@ -76,13 +80,13 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     more=st.integers(0, 4),
 )
 def test_packed_token_counts_the_rows_that_share_it(
-    data: list[Row], max_tokens: int, more: int
+    data: list[TokenSequence], max_tokens: int, more: int
 ) -> None:
     for packed in pack(data, max_tokens=max_tokens, share_prefixes=True):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
-        num_tokens = len(packed.tokens_P) if packed.rows else 0
+        num_tokens = len(packed.tokens_P) if packed.sequences else 0
         computed: list[list[int]] = []
-        for index, _ in micro_batch.rows:
+        for index, _ in micro_batch.sequences:
             row = data[index]
             computed.append(row.tokens_T[: row.num_computed].tolist())
         for place, places in enumerate(visible(micro_batch)):
@@ -90,14 +94,16 @@ def test_packed_token_counts_the_rows_that_share_it(
             sharing = [row for row in computed if row[: len(history)] == history]
             is_padding = place >= num_tokens
             expected = 0 if is_padding else len(sharing)
-            assert micro_batch.rows_P[place] == expected
+            assert micro_batch.sequences_P[place] == expected
     for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=False):
-        has_rows = bool(micro_batch.rows)
-        assert micro_batch.rows_P.tolist() == [has_rows] * len(micro_batch.tokens_P)
+        has_rows = bool(micro_batch.sequences)
+        assert micro_batch.sequences_P.tolist() == [has_rows] * len(
+            micro_batch.tokens_P
+        )
 
 
 @given(data=rows())
-def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
+def test_a_shared_prefix_is_computed_once(data: list[TokenSequence]) -> None:
     prefixes: set[tuple[int, ...]] = set()
     for row in data:
         for length in range(1, row.num_computed + 1):
@@ -115,17 +121,17 @@ def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     share=st.booleans(),
 )
 def test_micro_batches_are_bounded_and_there_is_at_least_one(
-    data: list[Row], max_tokens: int, share: bool
+    data: list[TokenSequence], max_tokens: int, share: bool
 ) -> None:
     micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
     assert micro_batches
     for micro_batch in micro_batches:
-        alone = len(micro_batch.rows) == 1
+        alone = len(micro_batch.sequences) == 1
         assert len(micro_batch.tokens_P) <= max_tokens or alone
 
 
 @given(data=rows())
-def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
+def test_equal_prefixes_are_projected_once(data: list[TokenSequence]) -> None:
     """A row of logits is decided by what comes before the token and by the
     temperature."""
     projected: set[tuple[tuple[int, ...], float]] = set()
@@ -139,10 +145,10 @@ def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
     assert len(apart.project_U) == sum(len(row.wanted_N) for row in data)
 
 
-def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
+def equal_rows(count: int, prompt: int, answer: int) -> list[TokenSequence]:
     tokens_T = np.arange(prompt + answer, dtype=np.int32)
     wanted_N = np.arange(prompt, prompt + answer)
-    row = Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0)
+    row = TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0)
     return [replace(row) for _ in range(count)]
 
 
@@ -158,7 +164,7 @@ def test_equal_rows_share_their_logits() -> None:
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
 def test_placing_picked_values_restores_the_rows(
-    data: list[Row], max_tokens: int
+    data: list[TokenSequence], max_tokens: int
 ) -> None:
     values: list[np.ndarray] = []
     for row in data:
@@ -263,11 +269,11 @@ def test_one_large_group_is_split_over_ranks() -> None:
     assert [len(mini_batch.samples) for [mini_batch] in shards] == [4, 4]
 
 
-def routed_row(tokens: list[int], experts: list[int]) -> Row:
+def routed_row(tokens: list[int], experts: list[int]) -> TokenSequence:
     """The last token is wanted. `experts`: of each token; -1 is unknown."""
     experts_T = np.array(experts, np.int16)
     last = len(tokens) - 1
-    return Row(
+    return TokenSequence(
         tokens_T=np.array(tokens, np.int32),
         wanted_N=np.array([last]),
         temperature=1.0,
@@ -276,7 +282,7 @@ def routed_row(tokens: list[int], experts: list[int]) -> Row:
 
 
 def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> None:
-    unrecorded_row = Row(
+    unrecorded_row = TokenSequence(
         tokens_T=np.array([2, 2], np.int32),
         wanted_N=np.array([1]),
         temperature=1.0,

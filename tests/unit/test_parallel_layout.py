@@ -53,8 +53,8 @@ def test_layout_follows_from_the_settings() -> None:
 
 
 def test_context_parallel_ranks_share_a_micro_batch() -> None:
-    train = TrainConfig(max_tokens_per_microbatch=100, context_parallel_size=3)
-    assert train.microbatch_tokens == 300
+    train = TrainConfig(max_tokens_per_micro_batch=100, context_parallel_size=3)
+    assert train.micro_batch_tokens == 300
 
 
 def test_coordinates_count_tensor_then_context_then_data_then_pipeline() -> None:
@@ -199,7 +199,7 @@ def test_pipeline_stages_have_the_layers_of_megatron(
             get_transformer_layer_offset(config, chunk if chunks > 1 else None, stage)
             for chunk in range(chunks)
         ]
-        layers = layout.layers_of(stage, 12)
+        layers = layout.stage_layers(stage, 12)
         assert [chunk_layers.start for chunk_layers in layers] == offsets
         size = get_num_layers_to_build(config, 0 if chunks > 1 else None, stage)
         assert {len(chunk_layers) for chunk_layers in layers} == {size}

@@ -9,7 +9,10 @@ import pytest
 
 from invrl.algorithms.advantages.advantages import ADVANTAGES, advantage_function
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.policy_loss.surrogates import SURROGATES, surrogate_function
+from invrl.algorithms.policy_loss.policy_losses import (
+    POLICY_LOSSES,
+    policy_loss_function,
+)
 from invrl.buffer.groups.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
@@ -114,7 +117,7 @@ def test_every_import_path_setting_accepts_a_file_path(here: Path) -> None:
     )
     assert group_filter_function(f"{file}:keep", "depth")(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function(f"{file}:advantage"))
-    assert callable(surrogate_function(AlgorithmConfig(policy_loss=f"{file}:loss")))
+    assert callable(policy_loss_function(AlgorithmConfig(policy_loss=f"{file}:loss")))
     (here / "my_package" / "held_out.py").write_text(
         "from invrl.types import Task\n\n"
         "def hard(split, seed): yield Task(id='t', payload={}, label='x', split=split)\n"
@@ -148,12 +151,12 @@ def test_plugins_of_every_other_kind_load(here: Path) -> None:
     )
     assert load_plugin("my_agent:keep", "group_filter", GroupFilter)(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function("my_agent:advantage"))
-    assert callable(surrogate_function(AlgorithmConfig(policy_loss="my_agent:loss")))
+    assert callable(policy_loss_function(AlgorithmConfig(policy_loss="my_agent:loss")))
 
 
 def test_built_in_names_take_precedence() -> None:
     assert advantage_function("dr_grpo") is ADVANTAGES["dr_grpo"]
-    assert surrogate_function(AlgorithmConfig()) is SURROGATES["clip"]
+    assert policy_loss_function(AlgorithmConfig()) is POLICY_LOSSES["clip"]
 
 
 @pytest.mark.parametrize(

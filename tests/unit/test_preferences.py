@@ -21,21 +21,21 @@ from invrl.algorithms.config import (
     OrpoConfig,
     SimpoConfig,
 )
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples
+from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
 from invrl.algorithms.objectives.objectives import (
     ON_PAIRS,
     Needs,
-    coupling_of,
-    needs_of,
-    objective_of,
+    load_coupling,
+    load_objective,
+    objective_needs,
 )
 from invrl.algorithms.objectives.preference_losses import (
     LARGEST_MEAN_LOGPROB,
-    RowSums,
+    SampleSums,
     orpo,
 )
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.errors import TrainError
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Metric, merge, resolve
@@ -175,11 +175,11 @@ def exact_kto(
 # ----------------------------------------------------------------- ours
 
 
-def table_of(rows: list[DrawnRow], reference: bool) -> RowTable:
+def table_of(rows: list[DrawnRow], reference: bool) -> SampleTable:
     current = [row.current_T.sum(dtype=np.float64) for row in rows]
     references = [row.reference_T.sum(dtype=np.float64) for row in rows]
     names = rows[0].numbers if rows else {}
-    return RowTable(
+    return SampleTable(
         group_ids=tuple(row.group for row in rows),
         tokens_M=np.array([float(len(row.current_T)) for row in rows]),
         current_M=np.array(current),
@@ -200,7 +200,9 @@ def inputs_of(
     return LossInputs(
         current_N=current_N,
         entropy_N=None,
-        rows=Rows.each_a_rollout(torch.arange(len(rows)).repeat_interleave(lengths)),
+        samples=Samples.each_a_rollout(
+            torch.arange(len(rows)).repeat_interleave(lengths)
+        ),
         denominators=denominators,
         old_N=None,
         rollout_N=torch.zeros_like(current_N.detach()),
@@ -217,13 +219,13 @@ def ours(
 ) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """Loss, gradient of each row, metrics. `cuts`: where the second rank and its second
     micro-batch begin."""
-    objective = objective_of(config)
-    needs_reference = needs_of(config).reference
+    objective = load_objective(config)
+    needs_reference = objective_needs(config).reference
     first, second = sorted(cut % (len(rows) + 1) for cut in cuts)
     first_rank = table_of(rows[:first], needs_reference)
     second_rank = table_of(rows[first:], needs_reference)
-    table = RowTable.joined([first_rank, second_rank])
-    coupled = coupling_of(config.objective, objective)(table)
+    table = SampleTable.joined([first_rank, second_rank])
+    coupled = load_coupling(config.objective, objective)(table)
     numbers: list[dict[str, float]] = []
     for index, row in enumerate(rows):
         of_coupling = {
@@ -232,7 +234,7 @@ def ours(
         numbers.append({**row.numbers, **of_coupling})
     denominators = Denominators(
         tokens=sum(len(row.current_T) for row in rows),
-        rows=len(rows),
+        samples=len(rows),
         rollouts=len(rows),
         groups=1,
     )
@@ -351,7 +353,7 @@ def test_preference_metrics_are_means_over_pairs() -> None:
 def test_orpo_is_finite_if_an_answer_is_certain() -> None:
     """Log-probs of exactly 0: the odds are infinite, the loss and its slopes are
     not."""
-    certain = RowSums(
+    certain = SampleSums(
         current=np.zeros(1), reference=np.zeros(1), tokens=np.full(1, 3.0)
     )
     unlikely = replace(certain, current=np.full(1, -30.0))
@@ -442,14 +444,14 @@ def test_sft_is_the_cross_entropy(
     expected = torch.stack(terms).sum()
     expected.backward()
     denominators = Denominators(
-        tokens=sum(lengths), rows=len(rows), rollouts=len(rows), groups=len(rows)
+        tokens=sum(lengths), samples=len(rows), rollouts=len(rows), groups=len(rows)
     )
     numbers = [{"weight": weight} if weighted else {} for weight in weights]
     loss = 0.0
     gradients: list[np.ndarray] = []
     for part in (slice(0, cut), slice(cut, None)):
         inputs = inputs_of(rows[part], numbers[part], denominators)
-        outputs = objective_of(config)(inputs)
+        outputs = load_objective(config)(inputs)
         outputs.loss.backward()
         loss += float(outputs.loss.detach())
         assert inputs.current_N.grad is not None
@@ -461,7 +463,7 @@ def test_sft_is_the_cross_entropy(
 
 
 def test_sft_needs_no_other_forward_pass() -> None:
-    needs = needs_of(AlgorithmConfig(objective="sft"))
+    needs = objective_needs(AlgorithmConfig(objective="sft"))
     assert needs == Needs()
 
 
@@ -501,7 +503,7 @@ def test_a_mismatched_row_is_a_prompt_with_the_next_answer() -> None:
         sample([30, 31, 32, 33], 3),
         sample([40, 41], 1),
     )
-    rows = with_mismatched_rows(batch, max_tokens=0).samples
+    rows = with_mismatched_samples(batch, max_tokens=0).samples
     assert [row.numbers["mismatched"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
     first, second, third = rows[4:]
     assert first.tokens_T.tolist() == [1, 2, 33]
@@ -519,9 +521,9 @@ def test_a_mismatched_row_is_a_prompt_with_the_next_answer() -> None:
 
 def test_mismatched_rows_are_cut_and_need_two_rows() -> None:
     batch = batch_of(sample([1, 2, 3], 2), sample([4, 5, 6, 7], 1))
-    *_, first, second = with_mismatched_rows(batch, max_tokens=4).samples
+    *_, first, second = with_mismatched_samples(batch, max_tokens=4).samples
     assert first.tokens_T.tolist() == [1, 2, 5, 6]
     assert second.tokens_T.tolist() == [4, 3]
     one_trained_row = batch_of(sample([1, 2, 3], 2), sample([4, 5], 2))
     with pytest.raises(TrainError, match="batch 3 has 1 rows to train"):
-        with_mismatched_rows(one_trained_row, max_tokens=0)
+        with_mismatched_samples(one_trained_row, max_tokens=0)

@@ -18,7 +18,11 @@ from invrl.errors import ServerError
 from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.background import in_background
-from invrl.run.processes.process_samples import gateway_sample, memory_of, sample_memory
+from invrl.run.processes.process_samples import (
+    gateway_sample,
+    process_memory,
+    sample_memory,
+)
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import Sample
 from invrl.train.trainer.train_handle import TrainHandle
@@ -59,7 +63,7 @@ def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
         assert actor.stdout is not None
         try:
             assert actor.stdout.readline() == b"ready\n"
-            memory = memory_of(None, None)
+            memory = process_memory(None, None)
             by_id = resident_memory(
                 {actor.pid: "rank-0"},
                 own="driver",

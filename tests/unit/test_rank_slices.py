@@ -25,8 +25,8 @@ from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.config import ArenaWeights
 from invrl.weights.loader import weight_loader
-from invrl.weights.tensors.engine_parameters import parameter_of
-from invrl.weights.tensors.tensor_slice import EngineRank, slices_of_rank
+from invrl.weights.tensors.engine_parameters import engine_parameter
+from invrl.weights.tensors.tensor_slice import EngineRank, rank_slices
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
 from invrl.weights.update.committed import load_verified
 
@@ -113,7 +113,7 @@ async def test_readback_finds_one_wrong_bit_in_any_rank(
             if held[tensor] != value
         ]
         assert len(wrong) == 1
-        assert parameter_of(wrong[0])[0] == name
+        assert engine_parameter(wrong[0])[0] == name
         raw_bytes[0] ^= 1
 
 
@@ -128,9 +128,9 @@ async def test_checksum_finds_a_wrong_slice_in_rank_1(
     def wrong_in_rank_1(parameter, shape, specs, rank):
         if rank.index == 1:
             rank = EngineRank(index=0, size=rank.size)
-        return slices_of_rank(parameter, shape, specs, rank)
+        return rank_slices(parameter, shape, specs, rank)
 
-    monkeypatch.setattr(weight_loader, "slices_of_rank", wrong_in_rank_1)
+    monkeypatch.setattr(weight_loader, "rank_slices", wrong_in_rank_1)
     with pytest.raises(ChecksumError, match="13 of 19 tensors are not what was sent"):
         await load_verified(receiver, staged)
 
@@ -208,4 +208,4 @@ def test_unknown_division_of_a_parameter_is_refused(
         for i, whole in enumerate(shapes)
     ]
     with pytest.raises(LayoutError, match="no known division"):
-        slices_of_rank(parameter, shape, specs, EngineRank(index=1, size=4))
+        rank_slices(parameter, shape, specs, EngineRank(index=1, size=4))

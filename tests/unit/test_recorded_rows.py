@@ -12,7 +12,7 @@ from model_templates import renderer_of
 
 from invrl.datasets.recorded_rows import (
     Fidelity,
-    RecordedBranch,
+    RecordedTrajectory,
     fits_pair,
     pair_fields,
     restore,
@@ -31,12 +31,12 @@ CALC = Tool(
 CALL = ToolCall("call-1", "calc", '{"a": 12}')
 
 
-def branch_of(
+def trajectory_of(
     renderer: Renderer,
     *turns: tuple[tuple[Message, ...], str, Message],
     thinking: bool | None = None,
     tools: tuple[Tool, ...] = (),
-) -> RecordedBranch:
+) -> RecordedTrajectory:
     """What the gateway records. Each turn: the new messages, the text that is sampled,
     the reply."""
     messages: list[Message] = []
@@ -60,7 +60,7 @@ def branch_of(
         trained += [False] * len(context) + [True] * len(sampled)
         replies.append(len(messages))
         messages.append(reply)
-    return RecordedBranch(
+    return RecordedTrajectory(
         messages=tuple(messages),
         tools=tools,
         replies=tuple(replies),
@@ -88,9 +88,9 @@ def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
         ((ASK,), "156", said("156")),
         ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")),
     )
-    row = restore(renderer, branch_of(renderer, *turns[:1], thinking=thinking))
+    row = restore(renderer, trajectory_of(renderer, *turns[:1], thinking=thinking))
     assert row.fidelity is Fidelity.SAME_TOKENS
-    row = restore(renderer, branch_of(renderer, *turns, thinking=thinking))
+    row = restore(renderer, trajectory_of(renderer, *turns, thinking=thinking))
     assert row.fidelity is Fidelity.SAME_TOKENS
     assert json.loads(json.dumps(row.fields)) == row.fields
     assert fits_pair(row)
@@ -100,11 +100,11 @@ def test_thinking_is_exported_and_refused_thinking_is_read_from_the_prompt() -> 
     renderer = renderer_of("qwen3")
     thought = "<think>\nHm.\n</think>\n\n156"
     turn = ((ASK,), thought, Message("assistant", "156", reasoning="Hm."))
-    row = restore(renderer, branch_of(renderer, turn, ((MORE,), *turn[1:])))
+    row = restore(renderer, trajectory_of(renderer, turn, ((MORE,), *turn[1:])))
     assert row.fidelity is Fidelity.SAME_TOKENS
     assert "chat_template_kwargs" not in row.fields
     refused = restore(
-        renderer, branch_of(renderer, ((ASK,), "156", said("156")), thinking=False)
+        renderer, trajectory_of(renderer, ((ASK,), "156", said("156")), thinking=False)
     )
     assert refused.fidelity is Fidelity.SAME_TOKENS
     assert refused.fields["chat_template_kwargs"] == {"enable_thinking": False}
@@ -112,7 +112,7 @@ def test_thinking_is_exported_and_refused_thinking_is_read_from_the_prompt() -> 
     # Where thinking is not refused, the template writes an empty thought that was not
     # sampled.
     without_thought = restore(
-        renderer, branch_of(renderer, ((ASK,), "156", said("156")))
+        renderer, trajectory_of(renderer, ((ASK,), "156", said("156")))
     )
     assert without_thought.fidelity is Fidelity.REPLY
 
@@ -130,7 +130,8 @@ def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
             f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>'
         )
         row = restore(
-            renderer, branch_of(renderer, ((ASK,), text, reply), last, tools=(CALC,))
+            renderer,
+            trajectory_of(renderer, ((ASK,), text, reply), last, tools=(CALC,)),
         )
         assert row.fidelity is fidelity, arguments
         [dialogue] = read_row(1, row.fields, "conversations").sides
@@ -140,57 +141,62 @@ def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
 
 def test_inexact_row_is_refused_with_the_reason() -> None:
     renderer = renderer_of("smollm2")
-    branch = branch_of(
+    trajectory = trajectory_of(
         renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes."))
     )
-    other_prompt = replace(branch, messages=(MORE, *branch.messages[1:]))
-    other_reply = replace(branch, messages=(*branch.messages[:-1], said("No.")))
+    other_prompt = replace(trajectory, messages=(MORE, *trajectory.messages[1:]))
+    other_reply = replace(trajectory, messages=(*trajectory.messages[:-1], said("No.")))
     unended = replace(
-        branch, tokens_T=branch.tokens_T[:-1], trained_T=branch.trained_T[:-1]
+        trajectory,
+        tokens_T=trajectory.tokens_T[:-1],
+        trained_T=trajectory.trained_T[:-1],
     )
     assert restore(renderer, other_prompt).fidelity is Fidelity.CONTEXT
     assert restore(renderer, other_reply).fidelity is Fidelity.REPLY
     assert restore(renderer, unended).fidelity is Fidelity.UNENDED
-    assert restore(renderer, replace(branch, cut=True)).fidelity is Fidelity.CUT
+    assert restore(renderer, replace(trajectory, cut=True)).fidelity is Fidelity.CUT
     assert (
-        restore(renderer, replace(branch, finished=False)).fidelity
+        restore(renderer, replace(trajectory, finished=False)).fidelity
         is Fidelity.UNFINISHED
     )
     assert (
-        restore(renderer, replace(branch, messages=())).fidelity is Fidelity.UNRECORDED
+        restore(renderer, replace(trajectory, messages=())).fidelity
+        is Fidelity.UNRECORDED
     )
-    text = (Message("text", "12"), *branch.messages[1:])
+    text = (Message("text", "12"), *trajectory.messages[1:])
     assert (
-        restore(renderer, replace(branch, messages=text)).fidelity
+        restore(renderer, replace(trajectory, messages=text)).fidelity
         is Fidelity.COMPLETIONS
     )
-    empty = (*branch.messages[:-1], said(""))
-    refused = restore(renderer, replace(branch, messages=empty))
+    empty = (*trajectory.messages[:-1], said(""))
+    refused = restore(renderer, replace(trajectory, messages=empty))
     assert refused.fidelity is Fidelity.REFUSED
     assert "empty" in refused.detail
 
 
 def test_lone_surrogate_in_a_message_is_refused_without_ending_the_export() -> None:
     renderer = renderer_of("smollm2")
-    branch = branch_of(renderer, ((ASK,), "156", said("156")))
-    row = restore(renderer, replace(branch, messages=(ASK, said("\ud83d"))))
+    trajectory = trajectory_of(renderer, ((ASK,), "156", said("156")))
+    row = restore(renderer, replace(trajectory, messages=(ASK, said("\ud83d"))))
     assert row.fidelity is Fidelity.REFUSED
 
 
 def test_pair_with_an_untrained_reply_is_refused() -> None:
     renderer = renderer_of("smollm2")
-    branch = branch_of(
+    trajectory = trajectory_of(
         renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes."))
     )
     second_only = replace(
-        branch, replies=branch.replies[1:], trained_T=branch.trained_T.copy()
+        trajectory,
+        replies=trajectory.replies[1:],
+        trained_T=trajectory.trained_T.copy(),
     )
-    first_reply = int(np.flatnonzero(branch.trained_T)[0])
-    end = first_reply + int(np.argmin(branch.trained_T[first_reply:]))
+    first_reply = int(np.flatnonzero(trajectory.trained_T)[0])
+    end = first_reply + int(np.argmin(trajectory.trained_T[first_reply:]))
     second_only.trained_T[first_reply:end] = False
     row = restore(renderer, second_only)
     assert row.fidelity is Fidelity.SAME_TOKENS
     assert not fits_pair(row)
     shot = said("An example.")
-    few_shot = branch_of(renderer, ((ASK, shot, ASK), "156", said("156")))
+    few_shot = trajectory_of(renderer, ((ASK, shot, ASK), "156", said("156")))
     assert fits_pair(restore(renderer, few_shot))

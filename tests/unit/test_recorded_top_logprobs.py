@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import fake_logprob
 from running_gateway import ASK, Running, edited_conversation, running
-from training_rows import rows_of_pair
+from training_samples_example import rows_of_pair
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
@@ -274,12 +274,12 @@ def test_packed_and_sharded_tokens_keep_their_top_logprobs(
 ) -> None:
     """Rows of other widths, and one without, in one micro-batch."""
     batch = random_batch([K, 0, 1, K, 2])
-    packed_rows = GrammarMasks(model, 512).rows(batch.samples)
+    packed_rows = GrammarMasks(model, 512).sequences(batch.samples)
     [micro_batch] = pack(packed_rows, max_tokens=500, share_prefixes=share_prefixes)
     assert micro_batch.candidates_NK is not None
     assert micro_batch.candidates_NK.shape == (len(micro_batch.targets_N), K)
     start = 0
-    for index, wanted_N in micro_batch.rows:
+    for index, wanted_N in micro_batch.sequences:
         end = start + len(wanted_N)
         top = batch.samples[index].top_logprobs or TopLogprobs.none(
             len(batch.samples[index].tokens_T), K
@@ -302,7 +302,7 @@ def test_packed_and_sharded_tokens_keep_their_top_logprobs(
 
 def test_rows_without_top_logprobs_have_no_candidates(model: Path) -> None:
     [micro_batch] = pack(
-        GrammarMasks(model, 512).rows(random_batch([0, 0]).samples),
+        GrammarMasks(model, 512).sequences(random_batch([0, 0]).samples),
         max_tokens=500,
         share_prefixes=True,
     )

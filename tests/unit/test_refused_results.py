@@ -268,7 +268,7 @@ async def test_failing_gateway_ends_the_run(
         await worker_at(url, good).run(assignment())
 
 
-# ---------------------------------------------------- rewards of outside environments
+# ---------------------------------------------------- rewards of external environments
 
 
 @pytest.mark.parametrize("route", ["reward", "finish"])

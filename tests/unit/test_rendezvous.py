@@ -18,8 +18,8 @@ from invrl.host.network.rendezvous import (
     interface_towards,
     join_store,
     listen,
-    refuse_newcomers,
-    refuse_strangers,
+    refuse_new_connections,
+    refuse_unknown_connections,
     serve_store,
 )
 
@@ -68,7 +68,7 @@ def test_store_refuses_connections_after_the_group_is_complete() -> None:
     port = listener.getsockname()[1]
     server = serve_store(listener, world_size=2, timeout=SECONDS)
     member = join_store("127.0.0.1", port, world_size=2, timeout=SECONDS)
-    refuse_newcomers(listener)
+    refuse_new_connections(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", port), timeout=1.0)
     waiter = threading.Thread(target=member.wait, args=(["later"],))
@@ -92,7 +92,7 @@ def test_stranger_connected_before_the_group_is_complete_is_found() -> None:
         TrainError,
         match=r"^3 processes are connected to the store of a group of 2 \(from 127",
     ):
-        refuse_strangers(listener, members=2)
+        refuse_unknown_connections(listener, members=2)
     stranger.close()
     while (
         sum(
@@ -103,7 +103,7 @@ def test_stranger_connected_before_the_group_is_complete_is_found() -> None:
     ):
         # until the store's thread has seen the end of the connection
         member.set("again", "value")
-    refuse_strangers(listener, members=2)
+    refuse_unknown_connections(listener, members=2)
 
 
 def is_at(connection, port: int) -> bool:
@@ -146,8 +146,8 @@ torch.distributed.destroy_process_group()
     store = serve_store(listener, world_size=2, timeout=SECONDS)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
     try:
-        refuse_newcomers(listener)
-        refuse_strangers(listener, members=2)
+        refuse_new_connections(listener)
+        refuse_unknown_connections(listener, members=2)
         total = torch.ones(1)
         torch.distributed.all_reduce(total)
         assert total.item() == 2.0

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from running_gateway import ASK, MORE, Running, eventually, running
 from slow_cases import first_quick
-from training_rows import training_rows
+from training_samples_example import training_rows
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.http.connection import ClientConnection

@@ -13,7 +13,7 @@ from fakes import fake_experts
 from family_models import make_family_model
 from numpy.typing import NDArray
 from running_gateway import edited_conversation, running
-from training_rows import rows_of_pair
+from training_samples_example import rows_of_pair
 
 from invrl.engines.client.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer

@@ -1,4 +1,4 @@
-"""How long a row may be: `max_row_tokens`, or what the engines take.
+"""How long a row may be: `max_sample_tokens`, or what the engines take.
 
 A longer one is refused before the trainer: by the gateway while it is sampled
 (`test_config.py`, `test_large_prompts.py`), and where saved batches are read."""
@@ -35,7 +35,7 @@ def configuration(model: Path | str, **train: int) -> Config:
 
 
 def test_longest_conversation_is_that_of_the_engines(model: Path) -> None:
-    config = configuration(model, max_tokens_per_microbatch=100)
+    config = configuration(model, max_tokens_per_micro_batch=100)
     assert longest_conversation(config) == 2048
     assert check_row_length(config).endswith(
         "one of more than 100 is a micro-batch alone"
@@ -43,33 +43,33 @@ def test_longest_conversation_is_that_of_the_engines(model: Path) -> None:
 
 
 def test_max_row_tokens_limits_the_conversation(model: Path) -> None:
-    config = configuration(model, max_row_tokens=600)
+    config = configuration(model, max_sample_tokens=600)
     assert longest_conversation(config) == 600
     assert "up to 600 tokens" in check_row_length(config)
     assert "alone" not in check_row_length(config)
-    assert longest_conversation(configuration(model, max_row_tokens=5000)) == 2048
+    assert longest_conversation(configuration(model, max_sample_tokens=5000)) == 2048
 
 
 def test_max_new_tokens_must_leave_room_for_the_prompt(model: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        check_row_length(configuration(model, max_row_tokens=200))
+        check_row_length(configuration(model, max_sample_tokens=200))
     assert error.value.field == "rollout.max_new_tokens"
-    assert error.value.fix == "lower --max-new-tokens, or raise --max-row-tokens"
+    assert error.value.fix == "lower --max-new-tokens, or raise --max-sample-tokens"
 
 
 def test_saved_row_over_the_limit_is_refused() -> None:
-    config = configuration("model", max_row_tokens=21)
+    config = configuration("model", max_sample_tokens=21)
     batch = batch_of([sample(0, 0, 21, 5), sample(0, 1, 3, 1)])
     _refuse_long_rows(batch, config)
     longer = batch_of([sample(0, 0, 3, 1), sample(0, 1, 22, 5)])
     with pytest.raises(ConfigError) as error:
         _refuse_long_rows(longer, config)
-    assert error.value.field == "train.max_row_tokens"
+    assert error.value.field == "train.max_sample_tokens"
     assert error.value.value == 21
     assert "22 tokens" in error.value.reason
-    assert error.value.fix == "set --max-row-tokens to 22 or more, or leave it out"
-    _refuse_long_rows(longer, configuration("model", max_tokens_per_microbatch=5))
+    assert error.value.fix == "set --max-sample-tokens to 22 or more, or leave it out"
+    _refuse_long_rows(longer, configuration("model", max_tokens_per_micro_batch=5))
 
 
 def test_batch_without_rows_is_accepted() -> None:
-    _refuse_long_rows(batch_of([]), configuration("model", max_row_tokens=1))
+    _refuse_long_rows(batch_of([]), configuration("model", max_sample_tokens=1))

@@ -125,7 +125,7 @@ def test_settings_that_change_no_result_may_differ_on_resume(tmp_path: Path) -> 
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         {"data_parallel_size": 2, "expert_model_parallel_size": 2},
         {
-            "max_tokens_per_microbatch": 100,
+            "max_tokens_per_micro_batch": 100,
             "reference_placement": "cpu_by_layer",
             "share_prefixes": False,
         },

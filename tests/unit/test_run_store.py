@@ -22,7 +22,7 @@ from invrl.errors import DamagedFileError
 from invrl.gateway.server.processes.heartbeat_page import beat_interval_s
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStore, branches
+from invrl.store.run_store import RunStore, trajectories
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
 from invrl.types.reasons import FailureReason
@@ -307,7 +307,7 @@ def test_branches_of_a_forest_are_its_root_to_leaf_paths():
         turn("4", parent="2"),
         turn("5", parent="1"),
     ]
-    paths = [[t.id for t in trajectory.turns] for trajectory in branches(turns)]
+    paths = [[t.id for t in trajectory.turns] for trajectory in trajectories(turns)]
     assert paths == [["3"], ["1", "2", "4"], ["1", "5"]]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from invrl.errors import TrainError
 from invrl.train.weights.safetensors_file import write_safetensors
-from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import make_spec
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def write(path: Path, given: dict[str, torch.Tensor]) -> None:
     write_safetensors(
         path,
-        tuple(spec_of(name, tensor) for name, tensor in given.items()),
+        tuple(make_spec(name, tensor) for name, tensor in given.items()),
         given.items(),
     )
 
@@ -73,7 +73,7 @@ def test_safetensors_header_equals_the_reference_implementations(
 
 
 def test_tensors_outside_of_the_layout_are_refused(tmp_path: Path) -> None:
-    layout = tuple(spec_of(name, tensor) for name, tensor in tensors().items())
+    layout = tuple(make_spec(name, tensor) for name, tensor in tensors().items())
     swapped = reversed(tensors().items())
     with pytest.raises(TrainError, match="the layout has"):
         write_safetensors(tmp_path / "swapped", layout, swapped)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packed_rows import rows
 
 from invrl.train.batches import packing
-from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers import sdpa
 from invrl.train.layers.sdpa import AttentionCalls, BlockCalls
@@ -59,7 +59,7 @@ def seen(block: BlockCalls) -> list[list[int]]:
 )
 @settings(max_examples=200, deadline=None)
 def test_each_query_attends_to_the_keys_of_its_block(
-    data: list[Row], chunk: int, dense: int, ranks: int
+    data: list[TokenSequence], chunk: int, dense: int, ranks: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa, "QUERY_CHUNK", chunk)
@@ -96,7 +96,7 @@ def test_values_of_another_size_than_keys_do_not_materialize_scores(
     for four of queries."""
     prompt_T = np.zeros(100, np.int32)
     data = [
-        Row(
+        TokenSequence(
             tokens_T=np.concatenate([prompt_T, np.full(150, branch, np.int32)]),
             wanted_N=np.arange(100, 250),
             temperature=1.0,
@@ -162,7 +162,7 @@ def test_long_row_has_the_masks_of_one_call() -> None:
     """A row of 32,768 tokens on two ranks: 128 MiB, where explicit masks took 1.5
     GB."""
     length = 32_768
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.zeros(length + 1, np.int32),
         wanted_N=np.array([length]),
         temperature=1.0,
@@ -174,7 +174,7 @@ def test_long_row_has_the_masks_of_one_call() -> None:
 def test_branches_of_a_tree_share_one_mask() -> None:
     prompt = np.zeros(3000, np.int32)
     data = [
-        Row(
+        TokenSequence(
             tokens_T=np.concatenate([prompt, np.full(3000, tail, np.int32)]),
             wanted_N=np.arange(3000, 6000),
             temperature=1.0,

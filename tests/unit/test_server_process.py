@@ -18,7 +18,7 @@ import pytest
 from invrl.engines.launch import engine_server
 from invrl.errors import ServerError
 from invrl.host.processes import process
-from invrl.host.processes.process import ENDED, STOPPED, ServerProcess, state_of
+from invrl.host.processes.process import ENDED, STOPPED, ServerProcess, process_state
 
 WAITS = """
 import signal, time
@@ -71,7 +71,7 @@ def test_program_started_by_a_scheduler_is_not_an_engine_process(
     server.grace_s = 0.1
     try:
         server.wait_until(lambda: b"up" in log.read_bytes(), deadline_s=300.0)
-        root, scheduler, started = process.family_of(server.pid)
+        root, scheduler, started = process.process_tree(server.pid)
         assert scheduler.name() == started.name() == "sglang::scheduler"
         assert started.ppid() == scheduler.pid
         assert engine_server.engine_processes(server.pid) == [root, scheduler]
@@ -85,12 +85,12 @@ def test_process_state_is_running_stopped_or_ended(tmp_path: Path) -> None:
     server.grace_s = 0.1
     server.wait_until(lambda: b"up" in log.read_bytes(), deadline_s=300.0)
     ps_process = psutil.Process(server.pid)
-    assert state_of(ps_process) not in (ENDED, STOPPED)
+    assert process_state(ps_process) not in (ENDED, STOPPED)
     ps_process.suspend()
-    while state_of(ps_process) != STOPPED:
+    while process_state(ps_process) != STOPPED:
         pass
     server.stop()  # a stopped one too
-    assert state_of(ps_process) == ENDED
+    assert process_state(ps_process) == ENDED
 
 
 class Answering(BaseHTTPRequestHandler):

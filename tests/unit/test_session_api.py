@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 from slow_upload import CHUNKED, Upload
 from stepped_clock import SteppedClock
-from training_rows import training_rows
+from training_samples_example import training_rows
 
 from invrl.cli.flags import parse_flags
 from invrl.gateway.registry import WorkerPlace
@@ -36,11 +36,11 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
-from invrl.host.processes.lived_time import LivedTime
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.run.settings.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.micro_batch import token_sequences
 from invrl.train.batches.packing import pack
 from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
@@ -409,7 +409,7 @@ async def test_expired_session_ends_according_to_its_state(
     clock = SteppedClock()
     options = {
         "late": {"expired": policy, "deadline_s": 600.0},
-        "place": WorkerPlace(lived_time=LivedTime(clock=clock)),
+        "place": WorkerPlace(awake_time=AwakeClock(clock=clock)),
     }
     async with running(tmp_path, model, renderer, **options) as gateway:
         silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 8})
@@ -1159,7 +1159,9 @@ async def test_tokens_are_trained_under_the_temperature_of_the_run(
         await gateway.finish(session, reward=1.0)
         rows = training_rows(gateway.store.rollout(session.id))
         assert [row.temperature for row in rows] == [pytest.approx(0.7)]
-        (micro_batch,) = pack(rows_of(rows), max_tokens=4096, share_prefixes=True)
+        (micro_batch,) = pack(
+            token_sequences(rows), max_tokens=4096, share_prefixes=True
+        )
         assert len(micro_batch.targets_N) == int(rows[0].loss_mask_T.sum()) > 0
         assert micro_batch.temperature_U.tolist() == [pytest.approx(0.7)] * len(
             micro_batch.project_U

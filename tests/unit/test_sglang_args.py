@@ -28,7 +28,7 @@ from invrl.engines.launch.sglang_args import (
 )
 from invrl.errors import ConfigError
 from invrl.run.settings.contradictions import _SEEDED_BACKENDS
-from invrl.run.settings.foreign_names import ANSWERS
+from invrl.run.settings.other_trainers import ANSWERS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {

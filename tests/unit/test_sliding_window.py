@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from invrl.train.batches import packing
-from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, TokenSequence
 from invrl.train.layers import sliding_window
 from invrl.train.layers.sliding_window import windowed
 
@@ -21,7 +21,7 @@ def pack_one(rows: list[list[int]]) -> MicroBatch:
     """All rows in one micro-batch; everything but the first token is wanted."""
     packed = packing.pack(
         [
-            Row(
+            TokenSequence(
                 tokens_T=np.array(row, np.int32),
                 wanted_N=np.arange(1, len(row)),
                 temperature=1.0,

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from invrl.errors import ConfigError, ServerError
-from invrl.host.output.wait_lines import overload, tell_waits
+from invrl.host.output.wait_lines import overload, print_waits
 from invrl.run.processes import ray_session
 
 
@@ -20,7 +20,7 @@ def test_lines_say_what_is_awaited_until_it_is_there(
     parts = ["engines", "trainer"]
     printed = ""
     give_up_at = time.monotonic() + 60
-    with tell_waits(lambda: ", ".join(parts), interval_s=0.01):
+    with print_waits(lambda: ", ".join(parts), interval_s=0.01):
         while "waiting for trainer" not in printed:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
@@ -33,7 +33,7 @@ def test_lines_say_what_is_awaited_until_it_is_there(
 
 
 def test_nothing_is_said_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with tell_waits(lambda: "", interval_s=0.001):
+    with print_waits(lambda: "", interval_s=0.001):
         time.sleep(0.05)
     assert capsys.readouterr().out == ""
 
@@ -62,7 +62,7 @@ class LateRaylet:
         self.misses = misses
         self.services = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setattr(self.services, "get_node", self.get_node)
-        monkeypatch.setattr(ray_session, "_raylet_lives", lambda: lives)
+        monkeypatch.setattr(ray_session, "_raylet_is_alive", lambda: lives)
         monkeypatch.setattr(ray_session, "_RAYLET_POLL_S", 0.0)
 
     def get_node(self, gcs_address: str, node_id: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ class LateRaylet:
 
 def test_a_raylet_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     late = LateRaylet(monkeypatch, misses=5, lives=True)
-    with ray_session._patience_with_raylet(600.0):
+    with ray_session._raylet_timeout(600.0):
         assert late.services.get_node("127.0.0.1:1", "a") == {"node_id": "a"}
     assert late.services.get_node == late.get_node, "Ray is as it was"
 
@@ -91,7 +91,7 @@ def test_neither_a_dead_raylet_nor_one_without_end_is(
 ) -> None:
     late = LateRaylet(monkeypatch, misses=5, lives=lives)
     with (
-        ray_session._patience_with_raylet(deadline_s),
+        ray_session._raylet_timeout(deadline_s),
         pytest.raises(RuntimeError, match="no such node"),
     ):
         late.services.get_node("127.0.0.1:1", "a")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.task_checks import check_held_out_labels, check_labels
 from invrl.rollout.config import EvalConfig, RolloutConfig
 from invrl.rollout.tasks.task_labels import GUESSED_KEYS, guess_notes, missing_labels
@@ -119,9 +119,9 @@ def test_no_label_is_doubted_where_the_code_reads_one(
 ) -> None:
     tasks_in(tmp_path / "t.jsonl", '{"q": "2+2?", "gold": 4}')
     config = configuration(str(tmp_path / "t.jsonl"), agent(source))
-    with pytest.raises(Doubt, match=r"reads Task\.label"):
+    with pytest.raises(CheckWarning, match=r"reads Task\.label"):
         check_labels(config)
-    with pytest.raises(Doubt, match=r"reads Task\.label"):
+    with pytest.raises(CheckWarning, match=r"reads Task\.label"):
         check_held_out_labels(
             config.model_copy(update={"rollout": held_out_only(config.rollout)})
         )
@@ -144,7 +144,7 @@ def test_a_reward_function_that_reads_labels_counts_too(
     )
     path = module.replace(":rollout", ":reward")
     config = configuration(str(tmp_path / "t.jsonl"), module, reward_function_path=path)
-    with pytest.raises(Doubt, match=r"reads Task\.label"):
+    with pytest.raises(CheckWarning, match=r"reads Task\.label"):
         check_labels(config)
 
 
@@ -157,7 +157,7 @@ def test_a_source_whose_tasks_have_no_label_is_doubted(agent: Any) -> None:
     config = configuration(
         False, module, task_source_path=module.replace(":rollout", ":tasks")
     )
-    with pytest.raises(Doubt, match="the first 8 tasks of"):
+    with pytest.raises(CheckWarning, match="the first 8 tasks of"):
         check_labels(config)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.engines.client.sglang_responses import events_of
+from invrl.engines.client.sglang_responses import read_events
 from invrl.gateway.rendering.text_stream import TextStream, partial_mark_length
 
 Decode = Callable[[Sequence[int]], str]
@@ -149,7 +149,7 @@ async def test_others_get_their_turn_between_the_events_of_one_read():
     running = asyncio.create_task(other())
     num_events = 0
     try:
-        async for _ in events_of(OneRead()):  # type: ignore[arg-type]
+        async for _ in read_events(OneRead()):  # type: ignore[arg-type]
             num_events += 1
     finally:
         running.cancel()

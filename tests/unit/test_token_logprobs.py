@@ -19,7 +19,7 @@ from logprob_problem import (
     set_block_tokens,
 )
 
-from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.model import logprobs
 from invrl.train.model.logprobs import projected_logprobs
@@ -54,21 +54,21 @@ def awkward_micro_batch(
         masks.append(np.packbits(kept_V, bitorder="little").tobytes())
     wanted_N = np.arange(5, 30)
     rows = [
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=tokens_T, wanted_N=wanted_N[::2], temperature=0.8),
-        Row(
+        TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N[::2], temperature=0.8),
+        TokenSequence(
             tokens_T=other_T,
             wanted_N=wanted_N,
             temperature=1.3,
             allowed_N=(*[None] * 24, masks[0]),
         ),
-        Row(
+        TokenSequence(
             tokens_T=other_T,
             wanted_N=wanted_N,
             temperature=1.3,
             allowed_N=(*[None] * 24, masks[1]),
         ),
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.3),
+        TokenSequence(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.3),
     ]
     if num_candidates:
         rows[:4] = [
@@ -81,8 +81,8 @@ def awkward_micro_batch(
 
 
 def with_candidates(
-    row: Row, number: int, rng: np.random.Generator, vocabulary: int
-) -> Row:
+    row: TokenSequence, number: int, rng: np.random.Generator, vocabulary: int
+) -> TokenSequence:
     drawn = [rng.permutation(vocabulary)[:number] for _ in row.wanted_N]
     candidates_NK = np.array(drawn, np.int32)
     for index, position in enumerate(row.wanted_N):
@@ -185,7 +185,7 @@ def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
     """A row of which a mask keeps only the target: its log-prob is 0, and nothing
     depends on it."""
     only_zero = (1).to_bytes(6, "little")
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.array([7, 0], np.int32),
         wanted_N=np.array([1]),
         temperature=1.0,
@@ -211,7 +211,7 @@ def test_batch_without_wanted_tokens_has_zero_gradients(block_tokens: int) -> No
 def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
     """Two tokens that nearly cancel: what is left of 1 - p must not be lost in
     bfloat16."""
-    row = Row(
+    row = TokenSequence(
         tokens_T=np.array([1, 0], np.int32), wanted_N=np.array([1]), temperature=1.0
     )
     (micro_batch,) = pack([row, row], max_tokens=10, share_prefixes=True)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from handmade_rollouts import rollout, summary, turn
-from training_rows import batch_of_one
+from training_samples_example import batch_of_one
 
+from invrl.algorithms.advantages.advantage_rules import AdvantageRules
 from invrl.algorithms.advantages.advantages import dr_grpo
-from invrl.algorithms.advantages.credit import CreditRules
 from invrl.buffer.config import RewardUse
 from invrl.buffer.samples.token_rewards import token_rewards
 from invrl.buffer.samples.training_samples import build_batch
@@ -37,7 +37,7 @@ def rewards_of(
         dr_grpo,
         1e-4,
         use=use,
-        rules=CreditRules(token_level=True),
+        rules=AdvantageRules(token_level=True),
     )
     for advantages_T in batch.advantages:
         assert not advantages_T.any()
@@ -190,7 +190,7 @@ def test_row_without_a_trained_token_has_no_rewards() -> None:
 
 
 def test_missing_reward_column_is_refused() -> None:
-    rules = CreditRules(
+    rules = AdvantageRules(
         token_level=True,
         reward_columns=("progress",),
     )

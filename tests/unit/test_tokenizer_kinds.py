@@ -15,8 +15,8 @@ from slow_cases import first_quick
 from token_truth import Reference, stored_turns
 from tokenizer_kinds import CHATML, KINDS, make_tokenizer_folder
 
-from invrl.datasets.branches import branches
 from invrl.datasets.rows import Dialogue
+from invrl.datasets.trajectories import trajectories
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.replies.parsers import Parsers
@@ -101,7 +101,7 @@ def test_a_trained_conversation_has_the_ids_of_the_whole(
 ):
     kind_renderer = renderer(folders[name])
     messages = CONVERSATION[:4]
-    [branch] = branches(
+    [branch] = trajectories(
         kind_renderer, Dialogue(prompt=Prompt(messages=messages), trained=(1, 3))
     )
     tokens = branch.tokens_T.tolist()

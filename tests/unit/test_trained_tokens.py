@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_rows import row_of_turns
+from training_samples_example import row_of_turns
 
 from invrl.errors import RunStoreError
 from invrl.interfaces import TokenRecord
@@ -22,7 +22,7 @@ from invrl.store.trained_tokens import (
     write_trained_tokens,
 )
 from invrl.train.batches.sharding import shard_batch
-from invrl.train.step.token_records import records_of_batch
+from invrl.train.step.token_records import batch_records
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.weights import WeightVersion
 
@@ -105,7 +105,7 @@ def test_token_records_are_in_the_order_of_the_batch(ranks: int, steps: int) -> 
                 record_of(mini_batch, index) for index in range(len(mini_batch.samples))
             ]
         records.append(of_shard)
-    for index, record in enumerate(records_of_batch(batch, shards, records)):
+    for index, record in enumerate(batch_records(batch, shards, records)):
         assert record is not None
         assert (
             record.advantages_N.tolist()
@@ -116,7 +116,7 @@ def test_token_records_are_in_the_order_of_the_batch(ranks: int, steps: int) -> 
 def test_batch_whose_step_made_no_records_has_none() -> None:
     batch = batch_of(row_of_turns(("a", 1, 2, True)))
     shards = shard_batch(batch, ranks=1, steps=1)
-    assert records_of_batch(batch, shards, [()]) == ()
+    assert batch_records(batch, shards, [()]) == ()
 
 
 def some_turns() -> list[TrainedTurn]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
-from training_rows import training_rows
+from training_samples_example import training_rows
 
 from invrl.algorithms.advantages.advantages import dr_grpo, grpo
 from invrl.buffer.config import RewardBaseline, RewardUse

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.code_checks import check_reward_code, check_rollout_code
-from invrl.cli.checks.doubts import Doubt
 from invrl.run.settings.config import Config, Source, resolve
 
 Agent = Callable[[str], Config]
@@ -48,7 +48,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 def test_a_function_that_never_asks_the_model_is_doubted(
     agent: Agent, source: str
 ) -> None:
-    with pytest.raises(Doubt, match="never uses its endpoint"):
+    with pytest.raises(CheckWarning, match="never uses its endpoint"):
         check_rollout_code(agent(source))
 
 
@@ -66,14 +66,17 @@ BLOCKING = [
 def test_a_synchronous_client_in_an_async_function_is_doubted(
     agent: Agent, source: str
 ) -> None:
-    with pytest.raises(Doubt, match=r"\(agent_of_sources\.py:\d+\) is synchronous"):
+    with pytest.raises(
+        CheckWarning, match=r"\(agent_of_sources\.py:\d+\) is synchronous"
+    ):
         check_rollout_code(agent(source))
 
 
 def test_another_event_loop_in_an_async_function_is_doubted(agent: Agent) -> None:
     source = "import asyncio\nasync def rollout(task, endpoint):\n    return asyncio.run(endpoint.ask())\n"
     with pytest.raises(
-        Doubt, match=r"asyncio\.run \(agent_of_sources\.py:3\) is called from an async"
+        CheckWarning,
+        match=r"asyncio\.run \(agent_of_sources\.py:3\) is called from an async",
     ):
         check_rollout_code(agent(source))
 
@@ -99,7 +102,7 @@ def test_a_reward_function_that_blocks_is_doubted_too(agent: Agent) -> None:
         "import time\nasync def rollout(task, endpoint):\n    return endpoint\n"
         "async def reward(task, result):\n    time.sleep(1)\n"
     )
-    with pytest.raises(Doubt) as caught:
+    with pytest.raises(CheckWarning) as caught:
         check_reward_code(agent(source))
     assert caught.value.field == "rollout.reward_function_path"
 

@@ -22,7 +22,7 @@ from invrl.store.run_folder import RunFolder
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.update.canary import CanaryBound
 from invrl.weights.update.committed import Committed
-from invrl.weights.update.newcomers import Newcomers
+from invrl.weights.update.joining_engines import JoiningEngines
 from invrl.weights.update.transaction import WeightTransaction
 from invrl.weights.update.verification import ReadBack, Verification, compare
 
@@ -116,8 +116,8 @@ def updater_of(fleet: Fleet) -> WeightUpdater:
     return WeightUpdater(transaction, fleet)  # type: ignore[arg-type]
 
 
-def newcomers(updater: WeightUpdater) -> Newcomers:
-    return updater._transaction._newcomers
+def joining_engines(updater: WeightUpdater) -> JoiningEngines:
+    return updater._transaction._joining_engines
 
 
 def test_equal_weights_exit_with_0(
@@ -191,7 +191,7 @@ def test_verification_waits_for_an_update_and_reports_one_that_does_not_end(
     updater = updater_of(Fleet(e0=Receiver(read_back(a="1", b="2"))))
 
     async def verify_during_update(wait_s: float) -> Verification:
-        with newcomers(updater).closed():
+        with joining_engines(updater).closed():
             refused = await updater.verify(0.0)
             assert "has been in progress for 0 s" in refused.error
             waiting = asyncio.create_task(updater.verify(wait_s))
@@ -203,7 +203,7 @@ def test_verification_waits_for_an_update_and_reports_one_that_does_not_end(
     busy = updater_of(Fleet())
 
     async def refuse(wait_s: float) -> Verification:
-        with newcomers(busy).closed():
+        with joining_engines(busy).closed():
             return await busy.verify(wait_s)
 
     assert ask(folder, refuse, "--wait=0") == 1
@@ -215,7 +215,7 @@ async def test_update_waits_for_a_verification_only_until_its_deadline() -> None
     updater = updater_of(Fleet(e0=hanging))
     verifying = asyncio.create_task(updater.verify(0.0))
     await asyncio.sleep(0)
-    update = asyncio.create_task(newcomers(updater).until_none_holds_updates())
+    update = asyncio.create_task(joining_engines(updater).wait_for_joins())
     await asyncio.sleep(0)
     assert not update.done()
     await update

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from recorded_run import record_run
 
-from invrl.observe.status.outcome import outcome_line, telling_metrics
+from invrl.observe.status.outcome import outcome_line, outcome_metrics
 from invrl.rollout.dispatch.evaluation import EvalScore, Evaluation, gain_interval
 from invrl.run.loop.held_out import HeldOutEvaluations
 from invrl.run.settings.config import resolve
@@ -105,7 +105,7 @@ def test_until_then_the_first_and_the_last_value_are_told(tmp_path: Path) -> Non
         "held-out loss: 2.500 at step 0; ended"
     )
     assert line_of(tmp_path, "running", {}) == "running, step 3 of 10"
-    assert telling_metrics([*accuracy, "train/lr", "eval/greedy/accuracy_low"]) == list(
+    assert outcome_metrics([*accuracy, "train/lr", "eval/greedy/accuracy_low"]) == list(
         accuracy
     )
 

@@ -23,7 +23,7 @@ from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights.config import ArenaWeights
 from invrl.weights.tensors.tensor_spec import checksum
 from invrl.weights.transports import broadcast, broadcast_loads
-from invrl.weights.transports.broadcast import Piece, pieces_of_buckets
+from invrl.weights.transports.broadcast import Piece, bucket_pieces
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
 from invrl.weights.transports.broadcaster import Broadcaster
 from invrl.weights.update.canary import CanaryBound
@@ -142,7 +142,7 @@ def test_broadcast_buckets_hold_every_byte_once(
         TensorSpec(name="model.norm.weight", shape=(3,), dtype="bfloat16"),
     )
     first, second = (spec.name for spec in layout)
-    assert pieces_of_buckets(layout) == [
+    assert bucket_pieces(layout) == [
         [Piece(first, 0, 0, 100)],
         [Piece(first, 100, 0, 100)],
         [Piece(second, 0, 56, 6)],
@@ -206,10 +206,10 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     others = fleet.engines
     fleet.engines = []
     await fleet.start("b")
-    newcomer = fleet.engines[0]
-    await fleet.transaction.bring_up(newcomer, lambda: None)
+    joining_engine = fleet.engines[0]
+    await fleet.transaction.bring_up(joining_engine, lambda: None)
     assert await fleet.held() == [fleet.trainer.checksums()]
-    fleet.engines = [*others, newcomer]
+    fleet.engines = [*others, joining_engine]
     await fleet.update(3)
     assert fleet.trainer.offers[3:] == [
         (2, ["b"]),

@@ -163,7 +163,7 @@ async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -
         assert_serves(engine, 1)
         assert engine.calls == list(PHASES)
     assert set(update.seconds) == {
-        "newcomers",
+        "joining_engines",
         "stage",
         "prepare",
         "pause",
@@ -381,54 +381,56 @@ class TestBringUp:
     async def test_new_engine_holds_the_verified_version(
         self, three: list[Receiver]
     ) -> None:
-        newcomer = three.pop()
+        joining_engine = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
-        await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert_serves(newcomer, 2)
-        assert newcomer.calls == list(PHASES)
-        assert three[-1] is newcomer
+        await updates.bring_up(joining_engine, Joined(three, joining_engine))
+        assert_serves(joining_engine, 2)
+        assert joining_engine.calls == list(PHASES)
+        assert three[-1] is joining_engine
 
     async def test_new_engine_cannot_join_before_the_first_version(
         self, three: list[Receiver]
     ) -> None:
-        newcomer = three.pop()
+        joining_engine = three.pop()
         with pytest.raises(WeightSyncError, match="holds no version"):
-            await transaction(three).bring_up(newcomer, Joined(three, newcomer))
+            await transaction(three).bring_up(
+                joining_engine, Joined(three, joining_engine)
+            )
 
     @pytest.mark.parametrize("phase", PHASES)
     async def test_new_engine_that_fails_in_any_phase_does_not_join(
         self, three: list[Receiver], phase: str
     ) -> None:
-        newcomer = three.pop()
+        joining_engine = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
-        newcomer.fail = {phase: boom}
+        joining_engine.fail = {phase: boom}
         with pytest.raises(WeightSyncError, match="boom"):
-            await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert newcomer not in three
+            await updates.bring_up(joining_engine, Joined(three, joining_engine))
+        assert joining_engine not in three
 
     async def test_skipped_load_of_a_new_engine_is_found_by_the_checksum(
         self, three: list[Receiver]
     ) -> None:
-        newcomer = three.pop()
+        joining_engine = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
-        newcomer.load = skip_load  # type: ignore[method-assign]
+        joining_engine.load = skip_load  # type: ignore[method-assign]
         with pytest.raises(ChecksumError):
-            await updates.bring_up(newcomer, Joined(three, newcomer))
+            await updates.bring_up(joining_engine, Joined(three, joining_engine))
 
     async def test_new_engine_over_the_canary_bound_does_not_join(
         self, three: list[Receiver]
     ) -> None:
-        newcomer = three.pop()
+        joining_engine = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
-        newcomer.gap = 0.11
+        joining_engine.gap = 0.11
         with pytest.raises(CanaryError, match="engine-2"):
-            await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert newcomer not in three
+            await updates.bring_up(joining_engine, Joined(three, joining_engine))
+        assert joining_engine not in three
 
 
 @pytest.mark.parametrize("phase", ["resume", "logprobs"])
@@ -457,7 +459,7 @@ async def test_loss_of_all_engines_after_the_commit_is_an_error(
 async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_turn(
     three: list[Receiver],
 ) -> None:
-    newcomer = three.pop()
+    joining_engine = three.pop()
     updates = transaction(three)
     updates.canary_prompts = [[1, 2, 3], [4, 5], [6, 7]]
     for version in range(1, 6):
@@ -471,8 +473,8 @@ async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_tu
     ]
     assert three[0].asked == three[1].asked == expected
     assert cast("Sender", updates.sender).asked == expected
-    await updates.bring_up(newcomer, Joined(three, newcomer))
-    assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
+    await updates.bring_up(joining_engine, Joined(three, joining_engine))
+    assert joining_engine.asked == [[[6, 7]]], "what the trainer's answer is of"
 
 
 @pytest.mark.parametrize("is_rolling", [False, True])
@@ -498,7 +500,7 @@ async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(
     three: list[Receiver],
 ) -> None:
     """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
-    newcomer = three.pop()
+    joining_engine = three.pop()
     updates = transaction(three)
     updates.canary_prompts = [
         [1, 2, 3],
@@ -515,8 +517,10 @@ async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(
     )
     assert update.canary_mean_gap == pytest.approx(0.02)
     assert update.canary_max_gap == pytest.approx(0.06)
-    await updates.bring_up(newcomer, Joined(three, newcomer))
-    assert newcomer.asked == [updates.canary_prompts], "what the trainer's answer is of"
+    await updates.bring_up(joining_engine, Joined(three, joining_engine))
+    assert joining_engine.asked == [updates.canary_prompts], (
+        "what the trainer's answer is of"
+    )
 
 
 async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(
@@ -712,10 +716,10 @@ class TestRolling:
         ] * 3
         assert [engine.calls for engine in three[1:]] == [["check"]] * 2
         assert not any(engine.traffic_on_mixed for engine in three)
-        newcomer = Receiver("engine-3")
+        joining_engine = Receiver("engine-3")
         # the fleet's version is the old one
-        await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert newcomer.version == 1
+        await updates.bring_up(joining_engine, Joined(three, joining_engine))
+        assert joining_engine.version == 1
 
     async def test_engine_that_cannot_be_rolled_back_is_named(
         self, three: list[Receiver]
@@ -907,7 +911,7 @@ async def test_engines_continue_under_the_old_version_if_none_falls_asleep(
     assert raised.value.unrestored == ()
     assert [engine.version for engine in three] == versions
     assert not any(engine.paused or engine.asleep for engine in three)
-    await updates.run(WeightVersion(2))  # and newcomers are admitted as before
+    await updates.run(WeightVersion(2))  # and joining engines are admitted as before
     await updates.bring_up(Receiver("engine-3"), lambda: None)
 
 
@@ -973,13 +977,13 @@ async def test_new_engine_does_not_join_while_others_sleep(
     await updates.run(WeightVersion(1))
     await updates.suspend()
     joined = asyncio.Event()
-    newcomer = Receiver("engine-3")
-    coming = asyncio.create_task(updates.bring_up(newcomer, joined.set))
+    joining_engine = Receiver("engine-3")
+    coming = asyncio.create_task(updates.bring_up(joining_engine, joined.set))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not joined.is_set()
     await updates.run(WeightVersion(2))
     await coming
     assert joined.is_set()
-    assert newcomer.version == 2
-    assert newcomer.asleep is False
+    assert joining_engine.version == 2
+    assert joining_engine.asleep is False

@@ -13,7 +13,7 @@ from invrl.errors import ConfigError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks.tasks import check_tasks
 from invrl.run.settings.config import resolve
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 
 def fix(*flags: str) -> str:
@@ -85,14 +85,14 @@ def test_a_misspelt_config_gets_the_nearest_file_or_preset(
 def test_a_path_is_compared_where_it_goes_wrong(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "tasks.jsonl").write_text("")
-    assert f"did you mean {tmp_path}/data/tasks.jsonl?" in fix_of_path(
+    assert f"did you mean {tmp_path}/data/tasks.jsonl?" in path_fix(
         tmp_path / "data" / "taks.jsonl", ""
     )
-    assert f"did you mean {tmp_path}/data?" in fix_of_path(
+    assert f"did you mean {tmp_path}/data?" in path_fix(
         tmp_path / "dta" / "tasks.jsonl", ""
     )
-    assert fix_of_path(tmp_path / "data" / "tasks.jsonl", "read it") == "read it"
-    assert fix_of_path(tmp_path / "other" / "x", "make it") == "make it"
+    assert path_fix(tmp_path / "data" / "tasks.jsonl", "read it") == "read it"
+    assert path_fix(tmp_path / "other" / "x", "make it") == "make it"
 
 
 def test_misspelt_files_models_templates_and_runs_get_the_nearest(

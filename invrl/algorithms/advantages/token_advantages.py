@@ -18,7 +18,7 @@ Floats = NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenCredit:
+class TokenAdvantages:
     """Credit of a sample: float64 [T] each, 0 where the loss mask is False."""
 
     advantages_T: NDArray[np.float64]
@@ -51,7 +51,7 @@ def gae(
     discount: float = 1.0,
     policy_lambda: float = 0.95,
     critic_lambda: float | None = None,
-) -> TokenCredit:
+) -> TokenAdvantages:
     """Generalized advantage estimation (arXiv 1506.02438, equation 16).
 
         d_t = r_t + discount * V_{t+1} - V_t
@@ -81,7 +81,7 @@ def gae(
         critic_advantages_N = _recurrence(
             errors_N, np.full(len(errors_N), discount * critic_lambda)
         )
-    return TokenCredit(
+    return TokenAdvantages(
         advantages_T=_placed(advantages_N, mask_T),
         returns_T=_placed(critic_advantages_N + values_N, mask_T),
     )
@@ -112,7 +112,7 @@ def v_trace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
     trace_lambda: float = 1.0,
-) -> TokenCredit:
+) -> TokenAdvantages:
     """V-trace (IMPALA, arXiv 1802.01561, equation 1 and section 4.2; lambda: its remark
     2).
 
@@ -135,7 +135,7 @@ def v_trace(
     errors_N = rho_N * (rewards_N + discount * _next(values_N) - values_N)
     targets_N = values_N + _recurrence(errors_N, discount * c_N)
     advantages_N = rho_N * (rewards_N + discount * _next(targets_N) - values_N)
-    return TokenCredit(
+    return TokenAdvantages(
         advantages_T=_placed(advantages_N, mask_T), returns_T=_placed(targets_N, mask_T)
     )
 

@@ -95,8 +95,8 @@ def whiten(
     return whitened_N
 
 
-def whiten_rows(
-    rows: Sequence[NDArray[np.float64]],
+def whiten_samples(
+    samples: Sequence[NDArray[np.float64]],
     masks: Sequence[NDArray[np.bool_]],
     rollout_ids: Sequence[str],
     *,
@@ -112,21 +112,21 @@ def whiten_rows(
     advantages in TRL). "none" changes nothing.
     """
     if over == "none":
-        return list(rows)
-    weights = [1.0] * len(rows)
+        return list(samples)
+    weights = [1.0] * len(samples)
     if over == "rollouts":
         tokens_of_rollout = _trained_tokens(masks, rollout_ids)
         weights = [
             1 / max(tokens_of_rollout[rollout_id], 1) for rollout_id in rollout_ids
         ]
     moments = Moments()
-    for row_T, mask_T, weight in zip(rows, masks, weights, strict=True):
-        trained_N = row_T[mask_T]
+    for sample_T, mask_T, weight in zip(samples, masks, weights, strict=True):
+        trained_N = sample_T[mask_T]
         moments += Moments.of(trained_N, np.full_like(trained_N, weight))
     whitened: list[NDArray[np.float64]] = []
-    for row_T, mask_T in zip(rows, masks, strict=True):
+    for sample_T, mask_T in zip(samples, masks, strict=True):
         whitened.append(
-            np.where(mask_T, whiten(row_T, moments, std_floor=std_floor), 0.0)
+            np.where(mask_T, whiten(sample_T, moments, std_floor=std_floor), 0.0)
         )
     return whitened
 

@@ -32,7 +32,7 @@ def distillation_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput
     if teacher_N is None:
         if inputs.current_N.numel():
             raise TrainError(
-                f"distillation: rows have no column {TEACHER_COLUMN!r} with the teacher's log-probs"
+                f"distillation: samples have no column {TEACHER_COLUMN!r} with the teacher's log-probs"
             )
         teacher_N = inputs.rollout_N  # no token
     reverse_kl_N = old_logprobs(inputs, config) - teacher_N

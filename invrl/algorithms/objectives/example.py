@@ -10,37 +10,37 @@ from dataclasses import replace
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples, TopTokens
 from invrl.algorithms.objectives.objectives import (
     STALENESS_COLUMN,
     Needs,
     check_outputs,
     is_built_in,
-    needs_of,
-    objective_of,
+    load_objective,
+    objective_needs,
 )
 from invrl.algorithms.policy_loss.axis_plugins import (
     BUILT_IN_OLD_POLICIES,
     load_old_policy,
     load_ratio_weight,
-    load_row_weight,
+    load_sample_weight,
+)
+from invrl.algorithms.policy_loss.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    policy_loss_function,
 )
 from invrl.algorithms.policy_loss.ratios import RATIOS
-from invrl.algorithms.policy_loss.surrogates import (
-    SURROGATES,
-    SurrogateInputs,
-    surrogate_function,
-)
 from invrl.errors import PluginError
-from invrl.interfaces import RowWeight
+from invrl.interfaces import SampleWeight
 from invrl.types.batches import SOLVED_NUMBER, TrainedCounts
 from invrl.types.top_logprobs import NO_TOKEN
 
 _TOKENS_OF_ROWS = (5, 3, 1)
 
 
-def try_surrogate(config: AlgorithmConfig) -> None:
-    """Call a user's policy loss once, with three rows of random numbers, and compute
+def try_policy_loss(config: AlgorithmConfig) -> None:
+    """Call a user's policy loss once, with three samples of random numbers, and compute
     its gradient.
 
     Raises PluginError if it raises an exception, or returns the wrong shape, a number
@@ -48,18 +48,18 @@ def try_surrogate(config: AlgorithmConfig) -> None:
     the example lacks the run's own columns.
     """
     name = config.policy_loss
-    surrogate = surrogate_function(config)
-    if name in SURROGATES:
+    policy_loss = policy_loss_function(config)
+    if name in POLICY_LOSSES:
         return
-    inputs = example_inputs_of(needs_of(config))
+    inputs = example_inputs_of(objective_needs(config))
     assert inputs.old_N is not None
-    ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.rows)
-    of = SurrogateInputs(
+    ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.samples)
+    of = PolicyLossInputs(
         ratio_N=ratio_N, advantages_N=inputs.advantages_N, inputs=inputs, config=config
     )
     fix = "make it work for float32 tensors of one shape [N], as the page on adding a loss shows"
     try:
-        losses_N = surrogate(of).losses_N
+        losses_N = policy_loss(of).losses_N
         losses_N.sum().backward()
     except PluginError:
         raise
@@ -86,20 +86,20 @@ def try_surrogate(config: AlgorithmConfig) -> None:
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Call a user's objective once, with three rows of random numbers, and compute its
-    gradient. An objective that compares rows is not called: its `couple` needs the
+    """Call a user's objective once, with three samples of random numbers, and compute its
+    gradient. An objective that compares samples is not called: its `couple` needs the
     run's groups.
 
-    Raises PluginError like `try_surrogate`, and if it does not return a loss.
+    Raises PluginError like `try_policy_loss`, and if it does not return a loss.
     """
     name = config.objective
-    if is_built_in(name) or needs_of(config).row_table:
+    if is_built_in(name) or objective_needs(config).sample_table:
         return
-    inputs = example_inputs_of(needs_of(config))
+    inputs = example_inputs_of(objective_needs(config))
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
-        outputs = objective_of(config)(inputs)
+        outputs = load_objective(config)(inputs)
         check_outputs(name, outputs)
         outputs.loss.backward()
     except PluginError:
@@ -128,12 +128,12 @@ def try_objective(config: AlgorithmConfig) -> None:
 
 
 def try_axes(config: AlgorithmConfig) -> None:
-    """Call a user's old policy and weights once, with three rows of random numbers.
+    """Call a user's old policy and weights once, with three samples of random numbers.
 
     Raises PluginError if one raises an exception, or returns something else than one
-    number for each token, or row. A KeyError passes, as for a policy loss.
+    number for each token, or sample. A KeyError passes, as for a policy loss.
     """
-    inputs = example_inputs_of(needs_of(config))
+    inputs = example_inputs_of(objective_needs(config))
     num_tokens = inputs.current_N.numel()
     if config.old_logprobs not in BUILT_IN_OLD_POLICIES:
         old_policy = load_old_policy(config)
@@ -148,15 +148,15 @@ def try_axes(config: AlgorithmConfig) -> None:
             lambda: ratio_weight(inputs).log_weights_N,
             num_tokens,
         )
-    row_weight = load_row_weight(config)
-    if row_weight is not None:
-        weight_R = torch.full_like(inputs.rows.tokens_R, 1.0 / num_tokens)
+    sample_weight = load_sample_weight(config)
+    if sample_weight is not None:
+        weight_R = torch.full_like(inputs.samples.tokens_R, 1.0 / num_tokens)
         _try_axis(
-            "row_weight",
-            config.row_weight,
+            "sample_weight",
+            config.sample_weight,
             lambda: (
-                row_weight(
-                    with_row_numbers(inputs, row_weight),
+                sample_weight(
+                    with_sample_numbers(inputs, sample_weight),
                     weight_R,
                     inputs.current_N.detach(),
                 ).weights_R
@@ -179,31 +179,29 @@ def _try_axis(
     shape = getattr(values, "shape", None)
     if shape != (size,):
         reason = f"it returned {type(values).__name__} of shape {shape}, not [{size}]"
-        fix = (
-            "return a tensor with one number for each token (of a row weight: each row)"
-        )
+        fix = "return a tensor with one number for each token (of a sample weight: each sample)"
         raise PluginError(setting, path or "", reason, fix)
     if not torch.isfinite(values).all():
         reason = f"for random tokens it returned {_first_bad(values)}"
         raise PluginError(setting, path or "", reason, "return finite numbers")
 
 
-def with_row_numbers(inputs: LossInputs, row_weight: RowWeight) -> LossInputs:
-    """Add the numbers of a row weight, for rows that are one rollout each."""
-    tokens = [int(tokens) for tokens in inputs.rows.tokens_R.tolist()]
-    names = [str(row) for row in range(len(tokens))]
+def with_sample_numbers(inputs: LossInputs, sample_weight: SampleWeight) -> LossInputs:
+    """Add the numbers of a sample weight, for samples that are one rollout each."""
+    tokens = [int(tokens) for tokens in inputs.samples.tokens_R.tolist()]
+    names = [str(sample) for sample in range(len(tokens))]
     trained = TrainedCounts(
         tokens_of_rollout=dict(zip(names, tokens, strict=True)),
         tokens_of_group={"group": sum(tokens)},
         group_of_rollout=dict.fromkeys(names, "group"),
-        rows=len(tokens),
+        samples=len(tokens),
     )
-    numbers = row_weight.numbers(trained)
-    of_rows = {
-        name: torch.tensor([numbers[row][name] for row in names])
+    numbers = sample_weight.numbers(trained)
+    of_samples = {
+        name: torch.tensor([numbers[sample][name] for sample in names])
         for name in numbers[names[0]]
     }
-    return replace(inputs, numbers={**inputs.numbers, **of_rows})
+    return replace(inputs, numbers={**inputs.numbers, **of_samples})
 
 
 def example_inputs_of(needs: Needs) -> LossInputs:
@@ -216,7 +214,7 @@ def example_inputs_of(needs: Needs) -> LossInputs:
 def example_inputs(
     *, with_top: bool = False, with_router_shift: bool = False
 ) -> LossInputs:
-    """Make rows of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
+    """Make samples of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
     and zero advantages. `with_top` adds the likeliest tokens at each position."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
@@ -229,22 +227,22 @@ def example_inputs(
     old_N = -4.0 * torch.rand(num_tokens, generator=generator)
     advantages_N = torch.randn(num_tokens, generator=generator)
     advantages_N[0] = 0.0
-    row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(
+    sample_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(
         torch.tensor(_TOKENS_OF_ROWS)
     )
-    num_rows = len(_TOKENS_OF_ROWS)
-    solved_R = torch.arange(num_rows) % 2 == 0
-    rows = Rows.each_a_rollout(row_N)
+    num_samples = len(_TOKENS_OF_ROWS)
+    solved_R = torch.arange(num_samples) % 2 == 0
+    samples = Samples.each_a_rollout(sample_N)
     return LossInputs(
         current_N=near(old_N).requires_grad_(),
         entropy_N=torch.rand(num_tokens, generator=generator).requires_grad_(),
-        rows=rows,
+        samples=samples,
         denominators=Denominators(
             tokens=num_tokens,
-            rows=num_rows,
-            rollouts=num_rows,
-            groups=num_rows,
-            solved_tokens=float(rows.tokens_R[solved_R].sum()),
+            samples=num_samples,
+            rollouts=num_samples,
+            groups=num_samples,
+            solved_tokens=float(samples.tokens_R[solved_R].sum()),
         ),
         old_N=old_N,
         rollout_N=near(old_N),

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from invrl.algorithms.config import AlgorithmConfig
-    from invrl.algorithms.objectives.row_table import RowTable
+    from invrl.algorithms.objectives.sample_table import SampleTable
 
-Coupling = Callable[["RowTable"], Mapping[str, "NDArray[np.float64]"]]
-"""Maps all rows of a mini-batch to further numbers of each, [M] by name."""
+Coupling = Callable[["SampleTable"], Mapping[str, "NDArray[np.float64]"]]
+"""Maps all samples of a mini-batch to further numbers of each, [M] by name."""
 
 POLICY_GRADIENT = "rl"
 DISTILLATION = "distillation"
@@ -57,8 +57,8 @@ class Needs:
     values: bool = False
     """A critic's values of the tokens. The critic is then trained together with the
     policy."""
-    row_table: bool = False
-    """Sums of all rows of a mini-batch under the current policy (`row_table.py`). The
+    sample_table: bool = False
+    """Sums of all samples of a mini-batch under the current policy (`sample_table.py`). The
     objective then has a method `couple`."""
     teacher: bool = False
     """Log-probs under the teacher, as the column `teacher`."""
@@ -72,9 +72,9 @@ class Needs:
     staleness: bool = False
     """How many weight versions ago each token was sampled, as the column
     `staleness`."""
-    mismatched_rows: bool = False
+    mismatched_samples: bool = False
     """Additional samples, each with one sample's prompt and another's reply
-    (`mismatched_rows.py`)."""
+    (`mismatched_samples.py`)."""
 
     def names(self) -> set[str]:
         return {need.name for need in fields(self) if getattr(self, need.name)}
@@ -89,7 +89,7 @@ def is_built_in(name: str) -> bool:
     return name in ON_ROLLOUTS or name in ON_FILES
 
 
-def needs_of(config: AlgorithmConfig) -> Needs:
+def objective_needs(config: AlgorithmConfig) -> Needs:
     """Return the needs of the objective. Raises PluginError for a user's objective that
     cannot be loaded, whose needs have another type, or which does not name the values
     that the advantage needs."""
@@ -101,11 +101,11 @@ def needs_of(config: AlgorithmConfig) -> Needs:
         case "sft":
             return Needs()
         case "dpo" | "ipo":
-            return Needs(reference=True, row_table=True)
+            return Needs(reference=True, sample_table=True)
         case "orpo" | "simpo":
-            return Needs(row_table=True)
+            return Needs(sample_table=True)
         case "kto":
-            return Needs(reference=True, row_table=True, mismatched_rows=True)
+            return Needs(reference=True, sample_table=True, mismatched_samples=True)
     needs = _declared_needs("objective", config.objective, _load_objective(config))
     if config.has_critic and not needs.values:
         reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
@@ -114,7 +114,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     return replace(needs, reference=needs.reference or config.kl_in_token_rewards)
 
 
-def objective_of(config: AlgorithmConfig) -> Objective:
+def load_objective(config: AlgorithmConfig) -> Objective:
     """Return the built-in of that name with these settings, or the user's function at
     `module:name`. Raises PluginError."""
     if not is_built_in(config.objective):
@@ -135,15 +135,18 @@ def objective_of(config: AlgorithmConfig) -> Objective:
     return partial(policy_loss, config=config)
 
 
-def coupling_of(name: str, objective: Objective) -> Coupling:
-    """Return the method with which the objective compares rows. Raises PluginError
+def load_coupling(name: str, objective: Objective) -> Coupling:
+    """Return the method with which the objective compares samples. Raises PluginError
     without one."""
     couple = getattr(objective, "couple", None)
     if callable(couple):
         return cast(Coupling, couple)
-    reason = "its needs name the row table, but it has no method `couple`"
+    reason = "its needs name the sample table, but it has no method `couple`"
     raise PluginError(
-        "objective", name, reason, "add couple(table: RowTable) -> dict of arrays [M]"
+        "objective",
+        name,
+        reason,
+        "add couple(table: SampleTable) -> dict of arrays [M]",
     )
 
 
@@ -211,6 +214,6 @@ def _declared_needs(setting: str, path: str, plugin: object) -> Needs:
         raise PluginError(
             setting, path, reason, "declare Needs(router_shift=True, old=True, ...)"
         )
-    if needs.row_table and setting == "objective":
-        coupling_of(path, cast(Objective, plugin))
+    if needs.sample_table and setting == "objective":
+        load_coupling(path, cast(Objective, plugin))
     return needs

@@ -1,9 +1,9 @@
-"""Preference losses as functions of the log-prob sums of whole rows, and their slopes:
-derivatives with respect to a row's sum of log-probs. Pure NumPy, float64.
+"""Preference losses as functions of the log-prob sums of whole samples, and their slopes:
+derivatives with respect to a sample's sum of log-probs. Pure NumPy, float64.
 
-Axes: P pairs, M rows. A pair is a chosen and a rejected row. With s a row's sum of
+Axes: P pairs, M samples. A pair is a chosen and a rejected sample. With s a sample's sum of
 log-probs under the current policy, f the same under the frozen reference, T its trained
-tokens, c the chosen and r the rejected row, and sigma the logistic function:
+tokens, c the chosen and r the rejected sample, and sigma the logistic function:
 
     dpo     -log sigma(beta ((s_c - f_c) - (s_r - f_r)))                    arXiv 2305.18290, eq. 7
     ipo     ((s_c - f_c) / T_c - (s_r - f_r) / T_r - 1 / (2 beta))^2        arXiv 2310.12036, eq. 17
@@ -28,8 +28,8 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowSums:
-    """Rows of one kind: float64, all of one shape."""
+class SampleSums:
+    """Samples of one kind: float64, all of one shape."""
 
     current: Values
     reference: Values
@@ -38,7 +38,7 @@ class RowSums:
 
     @property
     def gap(self) -> Values:
-        """Log-ratio of the whole row to the reference."""
+        """Log-ratio of the whole sample to the reference."""
         return self.current - self.reference
 
     @property
@@ -55,13 +55,13 @@ class PairLosses:
     chosen_slope_P: Values
     rejected_slope_P: Values
     chosen_reward_P: Values
-    """Implicit reward of the chosen row. Its difference to that of the rejected one is
+    """Implicit reward of the chosen sample. Its difference to that of the rejected one is
     the margin."""
     rejected_reward_P: Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowLosses:
+class SampleLosses:
     """float64 [M] each."""
 
     loss_M: Values
@@ -70,7 +70,7 @@ class RowLosses:
 
 
 def dpo(
-    chosen: RowSums, rejected: RowSums, *, beta: float, label_smoothing: float
+    chosen: SampleSums, rejected: SampleSums, *, beta: float, label_smoothing: float
 ) -> PairLosses:
     """DPO (arXiv 2305.18290, eq. 7).
 
@@ -90,10 +90,10 @@ def dpo(
     )
 
 
-def ipo(chosen: RowSums, rejected: RowSums, *, beta: float) -> PairLosses:
+def ipo(chosen: SampleSums, rejected: SampleSums, *, beta: float) -> PairLosses:
     """IPO (arXiv 2310.12036, eq. 17; its tau is `beta`).
 
-    Log-ratios are means over a row's tokens, as TRL has them after asking the authors;
+    Log-ratios are means over a sample's tokens, as TRL has them after asking the authors;
     the equation, and the code of DPO's authors, have sums, with which the target 1 / (2
     beta) would depend on the length.
     """
@@ -110,8 +110,8 @@ def ipo(chosen: RowSums, rejected: RowSums, *, beta: float) -> PairLosses:
 
 
 def simpo(
-    chosen: RowSums,
-    rejected: RowSums,
+    chosen: SampleSums,
+    rejected: SampleSums,
     *,
     beta: float,
     gamma: float,
@@ -135,9 +135,9 @@ def simpo(
     )
 
 
-def orpo(chosen: RowSums, rejected: RowSums, *, weight: float) -> PairLosses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7): the chosen row's NLL per token, and
-    `weight` (lambda) times the odds-ratio loss. No reference. With a = s / T, a row's
+def orpo(chosen: SampleSums, rejected: SampleSums, *, weight: float) -> PairLosses:
+    """ORPO (arXiv 2403.07691, eq. 6 and 7): the chosen sample's NLL per token, and
+    `weight` (lambda) times the odds-ratio loss. No reference. With a = s / T, a sample's
     log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
 
     TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch;
@@ -156,37 +156,37 @@ def orpo(chosen: RowSums, rejected: RowSums, *, weight: float) -> PairLosses:
 
 
 def kto(
-    rows: RowSums,
+    samples: SampleSums,
     desirable_M: NDArray[np.bool_],
     *,
     baseline: float,
     beta: float,
     desirable_weight: float,
     undesirable_weight: float,
-) -> RowLosses:
+) -> SampleLosses:
     """KTO (arXiv 2402.01306, eq. 7 and 8). `baseline` is z of `kto_baseline`, without
     gradient."""
     side_M = np.where(desirable_M, 1.0, -1.0)
     weight_M = np.where(desirable_M, desirable_weight, undesirable_weight)
-    log_value_M = _log_sigmoid(side_M * beta * (rows.gap - baseline))
-    log_loss_M = _log_sigmoid(-side_M * beta * (rows.gap - baseline))
-    return RowLosses(
+    log_value_M = _log_sigmoid(side_M * beta * (samples.gap - baseline))
+    log_loss_M = _log_sigmoid(-side_M * beta * (samples.gap - baseline))
+    return SampleLosses(
         loss_M=weight_M * np.exp(log_loss_M),
         slope_M=-side_M * weight_M * beta * np.exp(log_value_M + log_loss_M),
-        reward_M=beta * rows.gap,
+        reward_M=beta * samples.gap,
     )
 
 
-def kto_baseline(mismatched: RowSums) -> float:
+def kto_baseline(mismatched: SampleSums) -> float:
     """KTO's reference point z: the mean log-ratio of replies that belong to other
     prompts, at least 0 (arXiv 2402.01306, section 4.1: an estimate of KL(policy ||
     reference), in nats per reply).
 
     The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is
-    over all rows of the mini-batch, on all ranks. Raises ValueError without a row.
+    over all samples of the mini-batch, on all ranks. Raises ValueError without a sample.
     """
     if not len(mismatched.current):
-        raise ValueError("KTO's reference point needs a mismatched row")
+        raise ValueError("KTO's reference point needs a mismatched sample")
     return max(0.0, float(mismatched.gap.mean()))
 
 

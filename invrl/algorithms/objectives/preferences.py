@@ -1,11 +1,11 @@
-"""Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single rows.
+"""Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single samples.
 
-A pair is the two rows of one group: the number `chosen` is 1.0 in one of them and 0.0
-in the other. A row of kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
-rows of the mini-batch, on all ranks, and gives each row the slope of the mini-batch's
-loss with respect to its sum of log-probs. The loss of a row is then
+A pair is the two samples of one group: the number `chosen` is 1.0 in one of them and 0.0
+in the other. A sample of kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
+samples of the mini-batch, on all ranks, and gives each sample the slope of the mini-batch's
+loss with respect to its sum of log-probs. The loss of a sample is then
 
-    L_row + slope (s - s')        s' = s without its gradient
+    L_sample + slope (s - s')        s' = s without its gradient
 
 so its value, and its gradient at the current weights, are exactly the paper's.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.objectives import preference_losses
-from invrl.algorithms.objectives.mismatched_rows import MISMATCHED
-from invrl.algorithms.objectives.preference_losses import PairLosses, RowSums
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.mismatched_samples import MISMATCHED
+from invrl.algorithms.objectives.preference_losses import PairLosses, SampleSums
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.errors import TrainError
 
 CHOSEN = "chosen"
@@ -39,7 +39,7 @@ class PairObjective:
         if not inputs.numbers:
             return _loss_of_nothing(inputs)
         chosen_R = inputs.numbers[CHOSEN] > 0.5
-        # a pair's margin, like its loss, is stored in its chosen row
+        # a pair's margin, like its loss, is stored in its chosen sample
         margin_R = inputs.numbers["margin"][chosen_R]
         means = {
             "loss": inputs.numbers["loss"][chosen_R],
@@ -50,10 +50,10 @@ class PairObjective:
         }
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
-    def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
-        """Compute slopes and metrics of the pairs. Raises TrainError for rows that are
+    def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
+        """Compute slopes and metrics of the pairs. Raises TrainError for samples that are
         not pairs."""
-        pairs = pairs_of(table)
+        pairs = find_pairs(table)
         losses = self._losses(
             _sums(table, pairs.chosen_P), _sums(table, pairs.rejected_P)
         )
@@ -69,7 +69,7 @@ class PairObjective:
             "margin": pairs.spread(margin_P, none_P),
         }
 
-    def _losses(self, chosen: RowSums, rejected: RowSums) -> PairLosses:
+    def _losses(self, chosen: SampleSums, rejected: SampleSums) -> PairLosses:
         config = self.config
         if config.objective == "dpo" and config.dpo is not None:
             return preference_losses.dpo(
@@ -95,10 +95,10 @@ class PairObjective:
 
 @dataclass(frozen=True, slots=True)
 class KtoObjective:
-    """kto: the mean of its loss over the labelled rows of a mini-batch.
+    """kto: the mean of its loss over the labelled samples of a mini-batch.
 
-    The reference point comes from further rows, each with the prompt of one row and the
-    reply of the next (`mismatched_rows.py`). They have slope 0 and do not count.
+    The reference point comes from further samples, each with the prompt of one sample and the
+    reply of the next (`mismatched_samples.py`). They have slope 0 and do not count.
     """
 
     config: AlgorithmConfig
@@ -119,9 +119,9 @@ class KtoObjective:
         }
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
-    def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
-        """Compute slopes and metrics of the rows. Raises TrainError for rows without a
-        label, or without mismatched rows."""
+    def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
+        """Compute slopes and metrics of the samples. Raises TrainError for samples without a
+        label, or without mismatched samples."""
         settings = self.config.kto
         assert settings is not None
         desirable_M = _labels(table, DESIRABLE) > 0.5
@@ -131,7 +131,7 @@ class KtoObjective:
         labelled_M = ~mismatched_M
         if not mismatched_M.any() or not labelled_M.any():
             raise TrainError(
-                f"kto: {labelled_M.sum()} rows have a label, {mismatched_M.sum()} are mismatched"
+                f"kto: {labelled_M.sum()} samples have a label, {mismatched_M.sum()} are mismatched"
             )
         baseline = preference_losses.kto_baseline(
             _sums(table, np.flatnonzero(mismatched_M))
@@ -158,7 +158,7 @@ class KtoObjective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Indices into the rows of a table, int64 [P]."""
+    """Indices into the samples of a table, int64 [P]."""
 
     chosen_P: NDArray[np.int64]
     rejected_P: NDArray[np.int64]
@@ -168,62 +168,64 @@ class Pairs:
         chosen_values_P: NDArray[np.float64],
         rejected_values_P: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """Assign the values to the rows: [P], [P] -> [2 P]."""
+        """Assign the values to the samples: [P], [P] -> [2 P]."""
         values_M = np.empty(2 * len(self.chosen_P))
         values_M[self.chosen_P] = chosen_values_P
         values_M[self.rejected_P] = rejected_values_P
         return values_M
 
 
-def pairs_of(table: RowTable) -> Pairs:
+def find_pairs(table: SampleTable) -> Pairs:
     """Find the pairs. Raises TrainError that names a group which is not one chosen and
-    one rejected row."""
+    one rejected sample."""
     is_chosen_M = _labels(table, CHOSEN) > 0.5
-    rows_by_group: dict[str, tuple[list[int], list[int]]] = {}
-    for row, group_id in enumerate(table.group_ids):
-        chosen, rejected = rows_by_group.setdefault(group_id, ([], []))
-        (chosen if is_chosen_M[row] else rejected).append(row)
-    for group_id, (chosen, rejected) in rows_by_group.items():
+    samples_by_group: dict[str, tuple[list[int], list[int]]] = {}
+    for sample, group_id in enumerate(table.group_ids):
+        chosen, rejected = samples_by_group.setdefault(group_id, ([], []))
+        (chosen if is_chosen_M[sample] else rejected).append(sample)
+    for group_id, (chosen, rejected) in samples_by_group.items():
         if len(chosen) != 1 or len(rejected) != 1:
-            found = f"{len(chosen)} chosen and {len(rejected)} rejected rows with a trained token"
+            found = f"{len(chosen)} chosen and {len(rejected)} rejected samples with a trained token"
             raise TrainError(f"group {group_id} has {found}; a pair has one of each")
     return Pairs(
         chosen_P=np.array(
-            [chosen[0] for chosen, _ in rows_by_group.values()], np.int64
+            [chosen[0] for chosen, _ in samples_by_group.values()], np.int64
         ),
         rejected_P=np.array(
-            [rejected[0] for _, rejected in rows_by_group.values()], np.int64
+            [rejected[0] for _, rejected in samples_by_group.values()], np.int64
         ),
     )
 
 
-def _labels(table: RowTable, name: str) -> NDArray[np.float64]:
-    """Return a number that all rows have, 0 or 1. Raises TrainError."""
+def _labels(table: SampleTable, name: str) -> NDArray[np.float64]:
+    """Return a number that all samples have, 0 or 1. Raises TrainError."""
     if name not in table.numbers:
         raise TrainError(
-            f"not every row has the number {name!r}: the objective needs rows with labels"
+            f"not every sample has the number {name!r}: the objective needs samples with labels"
         )
     labels_M = table.numbers[name]
     wrong = [value for value in labels_M.tolist() if value not in (0.0, 1.0)]
     if wrong:
         raise TrainError(
-            f"the number {name!r} of a row is {wrong[0]}; it must be 0 or 1"
+            f"the number {name!r} of a sample is {wrong[0]}; it must be 0 or 1"
         )
     return labels_M
 
 
-def _sums(table: RowTable, rows: NDArray[np.int64]) -> RowSums:
-    current = table.current_M[rows]
+def _sums(table: SampleTable, samples: NDArray[np.int64]) -> SampleSums:
+    current = table.current_M[samples]
     reference = np.zeros_like(current)
     if table.reference_M is not None:
-        reference = table.reference_M[rows]
-    return RowSums(current=current, reference=reference, tokens=table.tokens_M[rows])
+        reference = table.reference_M[samples]
+    return SampleSums(
+        current=current, reference=reference, tokens=table.tokens_M[samples]
+    )
 
 
 def _coupled_loss(inputs: LossInputs) -> Tensor:
     """Return the value that `couple` computed, with its slope."""
     numbers = inputs.numbers
-    sums_R = inputs.rows.sum(inputs.current_N)
+    sums_R = inputs.samples.sum(inputs.current_N)
     return (
         numbers["loss"] * numbers["share"]
         + numbers["slope"] * (sums_R - sums_R.detach())
@@ -231,17 +233,17 @@ def _coupled_loss(inputs: LossInputs) -> Tensor:
 
 
 def _loss_of_nothing(inputs: LossInputs) -> LossOutputs:
-    """Return the loss of a micro-batch without rows."""
+    """Return the loss of a micro-batch without samples."""
     return LossOutputs(loss=inputs.current_N.sum(), metrics={})
 
 
 def _rewards_and_logprobs(
-    inputs: LossInputs, rows_R: Tensor, side: str
+    inputs: LossInputs, samples_R: Tensor, side: str
 ) -> dict[str, Tensor]:
-    """Return implicit rewards, and sums of log-probs in nats, of the rows on one
+    """Return implicit rewards, and sums of log-probs in nats, of the samples on one
     side."""
-    sums_R = inputs.rows.sum(inputs.current_N.detach())
+    sums_R = inputs.samples.sum(inputs.current_N.detach())
     return {
-        f"reward_{side}": inputs.numbers["reward"][rows_R],
-        f"logprob_{side}": sums_R[rows_R],
+        f"reward_{side}": inputs.numbers["reward"][samples_R],
+        f"logprob_{side}": sums_R[samples_R],
     }

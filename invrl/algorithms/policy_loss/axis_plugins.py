@@ -1,5 +1,5 @@
 """User code of the loss's axes, by import path: an old policy, weights of ratios and of
-rows, and what adapts the settings during a run.
+samples, and what adapts the settings during a run.
 
 Each is loaded with its own table of settings, `[plugin.NAME]`. Does not import torch.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from invrl.algorithms.policy_loss.surrogates import SURROGATES, load_policy_loss
+from invrl.algorithms.policy_loss.policy_losses import POLICY_LOSSES, load_policy_loss
 from invrl.errors import PluginError
-from invrl.interfaces import Adaptation, OldPolicy, RatioWeight, RowWeight
+from invrl.interfaces import Adaptation, OldPolicy, RatioWeight, SampleWeight
 from invrl.user_code.plugins import load_plugin, plugin_name
 
 if TYPE_CHECKING:
     from invrl.algorithms.config import AlgorithmConfig
 
 BUILT_IN_OLD_POLICIES = ("recompute", "engine")
-_Whole = TypeVar("_Whole", bound=RowWeight | Adaptation)
+_Whole = TypeVar("_Whole", bound=SampleWeight | Adaptation)
 
 
 class AxisPlugin(NamedTuple):
@@ -29,14 +29,16 @@ class AxisPlugin(NamedTuple):
 
 def axis_plugins(config: AlgorithmConfig) -> Iterator[AxisPlugin]:
     """Yield all user code of the axes. Raises PluginError."""
-    if config.policy_loss not in SURROGATES:
+    if config.policy_loss not in POLICY_LOSSES:
         yield AxisPlugin("policy_loss", config.policy_loss, load_policy_loss(config))
     if config.old_logprobs not in BUILT_IN_OLD_POLICIES:
         yield AxisPlugin("old_logprobs", config.old_logprobs, load_old_policy(config))
     if config.ratio_weight is not None:
         yield AxisPlugin("ratio_weight", config.ratio_weight, load_ratio_weight(config))
-    if config.row_weight is not None:
-        yield AxisPlugin("row_weight", config.row_weight, load_row_weight(config))
+    if config.sample_weight is not None:
+        yield AxisPlugin(
+            "sample_weight", config.sample_weight, load_sample_weight(config)
+        )
     for path, adaptation in zip(
         config.adaptations, load_adaptations(config).values(), strict=True
     ):
@@ -63,11 +65,11 @@ def load_ratio_weight(config: AlgorithmConfig) -> RatioWeight | None:
     )
 
 
-def load_row_weight(config: AlgorithmConfig) -> RowWeight | None:
-    """Load the factor of the rows' losses. Raises PluginError."""
-    if config.row_weight is None:
+def load_sample_weight(config: AlgorithmConfig) -> SampleWeight | None:
+    """Load the factor of the samples' losses. Raises PluginError."""
+    if config.sample_weight is None:
         return None
-    return _load_whole(config.row_weight, "row_weight", RowWeight, config)
+    return _load_whole(config.sample_weight, "sample_weight", SampleWeight, config)
 
 
 def load_adaptations(config: AlgorithmConfig) -> Mapping[str, Adaptation]:

@@ -8,7 +8,7 @@ precision or weight version. Two settings make the weight, each at its own level
     high]
 
 Levels of the ratio old/rollout: `token` is the token's; `sequence` the product over the
-row's trained tokens; `geometric` their geometric mean. For example
+sample's trained tokens; `geometric` their geometric mean. For example
 
 | published as | `correction` | `rejection` |
 |---|---|---|
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Rows
+from invrl.algorithms.loss_inputs import Samples
 from invrl.algorithms.policy_loss.ratios import clamp_log_ratio
 
 
@@ -52,22 +52,22 @@ class Correction:
     rejected_N: Tensor
 
 
-def token_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def token_level(log_ratio_N: Tensor, samples: Samples) -> Tensor:
     """Return the log-ratios unchanged: [N] -> [N]."""
     return log_ratio_N
 
 
-def sequence_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """Sum over the token's row, the logarithm of the product of ratios: [N] -> [N]."""
-    return rows.spread(rows.sum(log_ratio_N))
+def sequence_level(log_ratio_N: Tensor, samples: Samples) -> Tensor:
+    """Sum over the token's sample, the logarithm of the product of ratios: [N] -> [N]."""
+    return samples.spread(samples.sum(log_ratio_N))
 
 
-def geometric_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """Mean over the token's row: [N] -> [N]."""
-    return rows.spread(rows.mean(log_ratio_N))
+def geometric_level(log_ratio_N: Tensor, samples: Samples) -> Tensor:
+    """Mean over the token's sample: [N] -> [N]."""
+    return samples.spread(samples.mean(log_ratio_N))
 
 
-LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+LEVELS: dict[str, Callable[[Tensor, Samples], Tensor]] = {
     "token": token_level,
     "sequence": sequence_level,
     "geometric": geometric_level,
@@ -81,7 +81,7 @@ CORRECTIONS = {
 
 
 def correct(
-    old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfig
+    old_N: Tensor, rollout_N: Tensor, samples: Samples, config: AlgorithmConfig
 ) -> Correction:
     """Return the weight in the module's docstring, from log-probs [N], [N].
 
@@ -93,7 +93,7 @@ def correct(
     log_ratio_N = old_N.detach() - rollout_N.detach()
 
     def ratio(level: str) -> Tensor:
-        return clamp_log_ratio(LEVELS[level](log_ratio_N, rows)).exp()
+        return clamp_log_ratio(LEVELS[level](log_ratio_N, samples)).exp()
 
     weight_N = torch.ones_like(log_ratio_N)
     capped_N = torch.zeros_like(log_ratio_N, dtype=torch.bool)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from invrl.algorithms.loss_inputs import Rows
+from invrl.algorithms.loss_inputs import Samples
 from invrl.algorithms.policy_loss.ratios import clamp_log_ratio, token_ratio
 
 
@@ -85,9 +85,9 @@ def estimate(name: str, policy_N: Tensor, other_N: Tensor, sampled_N: Tensor) ->
     return ESTIMATORS[name](policy_N, other_N)
 
 
-def to_go(values_N: Tensor, rows: Rows) -> Tensor:
-    """Sum from each token to the end of its row: [N] -> [N]. In float64, because sums
-    of whole rows are subtracted from each other."""
+def to_go(values_N: Tensor, samples: Samples) -> Tensor:
+    """Sum from each token to the end of its sample: [N] -> [N]. In float64, because sums
+    of whole samples are subtracted from each other."""
     running_N = values_N.double().cumsum(0)
-    end_R = running_N[rows.tokens_R.long().cumsum(0) - 1]
-    return (rows.spread(end_R) - running_N + values_N.double()).to(values_N.dtype)
+    end_R = running_N[samples.tokens_R.long().cumsum(0) - 1]
+    return (samples.spread(end_R) - running_N + values_N.double()).to(values_N.dtype)

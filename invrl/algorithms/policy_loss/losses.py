@@ -8,11 +8,11 @@ correction weighs old/rollout:
     reference_t) - entropy.coefficient * H_t ]
 
     r_t = current_t / old_t         ratios.py, old_policy.py; times the user's `ratio_weight`
-    policy_loss                     surrogates.py
+    policy_loss                     policy_losses.py
     w_t from old_t / rollout_t      corrections.py
     KL                              kl.py, at most kl.clamp
     H_t                             the entropy of the current distribution
-    a_t                             aggregation.py, times the user's `row_weight`
+    a_t                             aggregation.py, times the user's `sample_weight`
     A_t                             advantages.py, computed when the batch is taken
 
 `solved_nll_coef` adds the likelihood of rollouts that solved their task
@@ -26,7 +26,7 @@ No single token can dominate a step: log-ratios are clamped before exp (`ratios.
 the KL term is bounded by `kl.clamp`, and the policy loss `clip` has a dual clip.
 
 Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not
-depend on how the rows were split.
+depend on how the samples were split.
 """
 
 import math
@@ -39,12 +39,18 @@ from torch import Tensor
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.policy_loss.aggregation import AGGREGATIONS
-from invrl.algorithms.policy_loss.axis_plugins import load_ratio_weight, load_row_weight
+from invrl.algorithms.policy_loss.axis_plugins import (
+    load_ratio_weight,
+    load_sample_weight,
+)
 from invrl.algorithms.policy_loss.corrections import Correction, correct
 from invrl.algorithms.policy_loss.kl import estimate, k3, to_go
 from invrl.algorithms.policy_loss.old_policy import old_logprobs
+from invrl.algorithms.policy_loss.policy_losses import (
+    PolicyLossInputs,
+    policy_loss_function,
+)
 from invrl.algorithms.policy_loss.ratios import RATIOS
-from invrl.algorithms.policy_loss.surrogates import SurrogateInputs, surrogate_function
 from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.metrics import Metric
 
@@ -59,7 +65,7 @@ def policy_loss(
     means become metrics.
 
     Raises ValueError for a KL without reference log-probs, an entropy bonus without
-    entropies, and a solved_nll_coef for rows without the number `solved`; PluginError
+    entropies, and a solved_nll_coef for samples without the number `solved`; PluginError
     for user code that cannot be loaded, and a policy loss that cannot be trained.
     """
     kl = config.kl
@@ -80,30 +86,30 @@ def policy_loss(
         weights = ratio_weight(inputs)
         weighted_N = weighted_N + weights.log_weights_N
         means_of_weights = weights.means
-    ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.rows)
-    surrogate = surrogate_function(config)
-    surrogate_losses = surrogate(
-        SurrogateInputs(
+    ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.samples)
+    policy_loss = policy_loss_function(config)
+    policy_losses = policy_loss(
+        PolicyLossInputs(
             ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config
         )
     )
-    correction = correct(old_N, inputs.rollout_N, inputs.rows, config)
-    losses_N = correction.weight_N * surrogate_losses.losses_N
+    correction = correct(old_N, inputs.rollout_N, inputs.samples, config)
+    losses_N = correction.weight_N * policy_losses.losses_N
     if kl is not None and kl.added_to == "loss":
         losses_N = losses_N + kl.coefficient * _kl_term(inputs, inputs.current_N, kl)
     if entropy is not None and entropy.coefficient and inputs.entropy_N is not None:
         losses_N = losses_N - entropy.coefficient * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(
-        inputs.rows, inputs.denominators, config.aggregation_constant or 1.0
+        inputs.samples, inputs.denominators, config.aggregation_constant or 1.0
     )
     sums: Mapping[str, Tensor] = {}
-    row_weight = load_row_weight(config)
-    if row_weight is not None and len(weight_R):
-        row_weights = row_weight(inputs, weight_R, losses_N.detach())
-        weight_R = row_weights.weights_R
-        sums = row_weights.sums
-    loss = (inputs.rows.spread(weight_R) * losses_N).sum()
+    sample_weight = load_sample_weight(config)
+    if sample_weight is not None and len(weight_R):
+        sample_weights = sample_weight(inputs, weight_R, losses_N.detach())
+        weight_R = sample_weights.weights_R
+        sums = sample_weights.sums
+    loss = (inputs.samples.spread(weight_R) * losses_N).sum()
     means_of_solved: dict[str, Tensor] = {}
     if config.solved_nll_coef:
         nll, means_of_solved = _solved_nll(inputs)
@@ -113,7 +119,7 @@ def policy_loss(
         means = {
             "loss": losses_N,
             "ratio_mean": ratio_N,
-            **surrogate_losses.means,
+            **policy_losses.means,
             **means_of_weights,
         }
         means |= {**means_of_solved, **more_means}
@@ -133,13 +139,13 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
     Neither the correction nor a clip acts on it. It is 0 if nothing was solved.
     """
-    if not len(inputs.rows.tokens_R):
+    if not len(inputs.samples.tokens_R):
         return inputs.current_N.sum(), {}
     if SOLVED_NUMBER not in inputs.numbers:
         raise ValueError(
-            f"solved_nll_coef is set but rows have no number {SOLVED_NUMBER!r}"
+            f"solved_nll_coef is set but samples have no number {SOLVED_NUMBER!r}"
         )
-    is_solved_N = inputs.rows.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
+    is_solved_N = inputs.samples.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
     nll_N = -inputs.current_N.masked_select(is_solved_N)
     loss = nll_N.sum() / max(inputs.denominators.solved_tokens, 1.0)
     return loss, {"solved_nll": nll_N}
@@ -166,14 +172,14 @@ def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
 
         A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
 
-    The sum is over the row's trained tokens, without discount or gradient (Ziegler et
+    The sum is over the sample's trained tokens, without discount or gradient (Ziegler et
     al. 2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl
     subtracts the same penalty of the same policy from the rewards before they become
     advantages, so there it also enters the baseline and the division by a deviation;
     here it does not.
     """
     penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
-    return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
+    return inputs.advantages_N - to_go(penalty_N.detach(), inputs.samples)
 
 
 def _metrics(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.buffer.ledger.open_group import OpenGroup
-from invrl.store.run_store import WaitsOutside
+from invrl.store.run_store import ExternalWaits
 from invrl.types.groups import Group
 from invrl.types.reasons import DropReason
 
@@ -45,7 +45,7 @@ class WaitReport:
     filtered_limit: int
     """Number of groups in a row that it may drop; 0: any number."""
     source_end: str = ""
-    outside: WaitsOutside | None = None
+    outside: ExternalWaits | None = None
     """Environments not started by us that run the rollouts."""
 
     @property

@@ -40,7 +40,7 @@ class Incarnation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptEntry:
+class StoredEntry:
     """A stored ledger entry, and the incarnation that wrote it."""
 
     incarnation: int
@@ -128,7 +128,7 @@ def incarnations_in(db: sqlite3.Connection) -> list[Incarnation]:
     return [Incarnation(*row) for row in rows]
 
 
-def read_ledger(path: Path) -> list[KeptEntry]:
+def read_ledger(path: Path) -> list[StoredEntry]:
     """Return all entries in the order of writing. Raises RunStoreError if the parent of
     an incarnation is the incarnation itself or a later one."""
     return ledger_in(connect(path))
@@ -136,7 +136,7 @@ def read_ledger(path: Path) -> list[KeptEntry]:
 
 def ledger_in(
     db: sqlite3.Connection, *, group_id: str | None = None
-) -> list[KeptEntry]:
+) -> list[StoredEntry]:
     """Return entries like `read_ledger`, through a connection of the caller. `group_id`
     selects the entries of one group."""
     lost_from = first_lost_sequences(incarnations_in(db))
@@ -146,7 +146,7 @@ def ledger_in(
         condition = "WHERE group_id=?"
         values = (group_id,)
     sql = f"SELECT {', '.join(_COLUMNS)} FROM ledger {condition} ORDER BY incarnation, sequence"
-    return [_kept_entry(row, lost_from) for row in db.execute(sql, values)]
+    return [_stored_entry(row, lost_from) for row in db.execute(sql, values)]
 
 
 def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
@@ -170,17 +170,17 @@ def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float
     return lost_from
 
 
-def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
+def check_lineage(kept: Iterable[StoredEntry], *, ended: bool) -> None:
     """Check that training was exactly-once along the surviving lineage: a place ends at
     most once and is in at most one training batch, the batches are numbered without a
     gap, and in a run that has `ended` every place has ended. Raises BufferStateError
     naming the first violation."""
     last_states: dict[Place, RolloutState] = {}
     batch_ids: set[int] = set()
-    for kept_entry in kept:
-        if kept_entry.lost:
+    for stored_entry in kept:
+        if stored_entry.lost:
             continue
-        entry = kept_entry.entry
+        entry = stored_entry.entry
         last_state = last_states.get(entry.place)
         if last_state in _ENDS:
             raise BufferStateError(
@@ -238,7 +238,7 @@ def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
     )
 
 
-def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEntry:
+def _stored_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> StoredEntry:
     """Build an entry from the values of `_COLUMNS`. For `lost_from` see
     `first_lost_sequences`."""
     values = dict(zip(_COLUMNS, row, strict=True))
@@ -247,4 +247,6 @@ def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEnt
     place = Place(values.pop("group_id"), values.pop('"index"'), values.pop("attempt"))
     entry = msgspec.convert({"place": place, **values}, LedgerEntry)
     is_lost = entry.sequence >= lost_from.get(incarnation, 0)
-    return KeptEntry(incarnation=incarnation, at=written_at, lost=is_lost, entry=entry)
+    return StoredEntry(
+        incarnation=incarnation, at=written_at, lost=is_lost, entry=entry
+    )

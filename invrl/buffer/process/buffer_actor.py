@@ -44,12 +44,12 @@ from invrl.errors import (
 )
 from invrl.host.files.disk import full_disk, is_full
 from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.host.processes.environment_keys import forget_keys
-from invrl.host.processes.lived_time import LivedTime
 from invrl.host.ray.actor_heartbeat import Pulse, pulse
 from invrl.host.ray.actor_output import begin_output
 from invrl.rollout.config import RolloutConfig
-from invrl.store.run_store import RunStore, WaitsOutside
+from invrl.store.run_store import ExternalWaits, RunStore
 from invrl.types.batches import TakenBatch
 from invrl.types.groups import DroppedGroup
 from invrl.types.leases import GroupLease
@@ -208,8 +208,8 @@ class BufferActor:
         naming what is missing, after `timeout_s` or as soon as the task source cannot
         fill a batch.
         """
-        lived_time = LivedTime()
-        start = lived_time.now()
+        awake_time = AwakeClock()
+        start = awake_time.now()
         async with self._changed:
             while True:
                 self._check_poller()
@@ -221,7 +221,7 @@ class BufferActor:
                 filtered_out = self._buffer.filtered_out
                 if filtered_out:
                     raise FilteredOutError(filtered_out)
-                waited_s = lived_time.now() - start
+                waited_s = awake_time.now() - start
                 if waited_s >= timeout_s or not self._buffer.can_fill:
                     raise DeadlineError(f"a batch of {self._buffer}", waited_s)
                 await self._wait_for_change(min(timeout_s - waited_s, _LOOK_INTERVAL_S))
@@ -398,15 +398,15 @@ class BufferActor:
         outside = None
         if self._external and in_flight:
             outside = await asyncio.to_thread(
-                self._waits_outside, in_flight[0].group_id
+                self._external_waits, in_flight[0].group_id
             )
         return replace(report, in_flight=tuple(in_flight), outside=outside)
 
-    def _waits_outside(self, group_id: str) -> WaitsOutside:
+    def _external_waits(self, group_id: str) -> ExternalWaits:
         """Read the waits from another connection: the others are in use in their
         threads."""
         with contextlib.closing(RunStore(self._store_path)) as store:
-            return store.waits_outside(group_id, time.time())
+            return store.external_waits(group_id, time.time())
 
     def _check_failures(self) -> None:
         self._failure_limits.check(self._buffer.failure_report())

@@ -76,7 +76,9 @@ def batch_comparisons(
     return [_comparison(reward_of) for reward_of in (final, *others.values())]
 
 
-def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
+def trajectory_owners(
+    summary: RolloutSummary, turns: Sequence[Turn]
+) -> list[RewardOwner]:
     """Return the owners of rewards that count for all tokens of a trajectory, from the
     whole rollout to the most specific one. Rewards of single turns are excluded."""
     owners = [RewardOwner("final", summary.session_id)]
@@ -90,7 +92,7 @@ def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[Reward
 
 
 def owned_reward(summary: RolloutSummary, owner: RewardOwner) -> float:
-    """Return the reward of one of the rollout's `branch_owners`."""
+    """Return the reward of one of the rollout's `trajectory_owners`."""
     if owner.kind == "branch":
         return summary.branch_rewards[owner.id]
     if owner.kind == "child":

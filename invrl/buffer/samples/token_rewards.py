@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.buffer.config import RewardUse
-from invrl.buffer.samples.comparison import branch_owners, owned_reward
+from invrl.buffer.samples.comparison import owned_reward, trajectory_owners
 from invrl.types.rollouts import RolloutSummary
 from invrl.types.turns import Turn
 
 
 def token_rewards(
     summary: RolloutSummary,
-    branch_turns: Sequence[Turn],
+    trajectory_turns: Sequence[Turn],
     mask_T: NDArray[np.bool_],
     *,
     use: RewardUse = "replace",
@@ -31,7 +31,7 @@ def token_rewards(
 ) -> NDArray[np.float32]:
     """Return token rewards, float32 [T], 0 where the loss mask is False.
 
-    `branch_turns` are all turns of the sample's trajectory; T may end before the last
+    `trajectory_turns` are all turns of the sample's trajectory; T may end before the last
     of them. With `use` "replace" the trajectory's reward is its most specific one
     (trajectory, else child session, else the rollout's final one); with "add" it is the
     sum of those. Rewards of turns are intermediate rewards and count with both.
@@ -44,12 +44,13 @@ def token_rewards(
     if not len(trained_positions):
         return rewards_T.astype(np.float32)
     rewards = [
-        owned_reward(summary, owner) for owner in branch_owners(summary, branch_turns)
+        owned_reward(summary, owner)
+        for owner in trajectory_owners(summary, trajectory_turns)
     ]
-    branch_reward = sum(rewards) if use == "add" else rewards[-1]
-    rewards_T[trained_positions[-1]] += branch_reward
+    trajectory_reward = sum(rewards) if use == "add" else rewards[-1]
+    rewards_T[trained_positions[-1]] += trajectory_reward
     turn_end = 0
-    for turn in branch_turns:
+    for turn in trajectory_turns:
         turn_end += len(turn.context_ids_T) + len(turn.sampled_ids_T)
         reward = summary.turn_rewards.get(turn.id, 0.0)
         num_before_end = int(np.searchsorted(trained_positions, turn_end))

@@ -22,17 +22,17 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.advantages.credit import PLAIN_RULES, CreditRules
-from invrl.algorithms.advantages.whitening import whiten_rows
+from invrl.algorithms.advantages.advantage_rules import PLAIN_RULES, AdvantageRules
+from invrl.algorithms.advantages.whitening import whiten_samples
 from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.buffer.samples.comparison import (
     Comparison,
     RewardOwner,
     batch_comparisons,
-    branch_owners,
     comparisons,
+    trajectory_owners,
 )
-from invrl.buffer.samples.credited_groups import credited_group
+from invrl.buffer.samples.shaped_groups import shape_group
 from invrl.buffer.samples.token_rewards import token_rewards
 from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
@@ -69,7 +69,7 @@ def build_batch(
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
     extra_columns: Iterable[ExtraColumn] = (),
-    rules: CreditRules = PLAIN_RULES,
+    rules: AdvantageRules = PLAIN_RULES,
     max_staleness: int = 0,
     masks_stale: bool = False,
 ) -> TrainBatch:
@@ -85,7 +85,7 @@ def build_batch(
     (arXiv 2402.03300, section 4.1.3).
 
     The `rules` shape final rewards and leave rollouts out before rewards are compared
-    (`credited_groups.py`), and whiten the advantages afterwards. With
+    (`shaped_groups.py`), and whiten the advantages afterwards. With
     `rules.token_level` the advantages are 0, and samples have the column "rewards"
     instead (`token_rewards.py`).
 
@@ -101,11 +101,11 @@ def build_batch(
     """
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     declared_columns = tuple(extra_columns)
-    groups = [credited_group(group, rules) for group in taken.groups]
+    groups = [shape_group(group, rules) for group in taken.groups]
     advantage_of: dict[RewardOwner, float] = {}
     if not rules.token_level:
         compared_groups = [group.compared for group in groups]
-        advantage_of = _advantages_of_batch(
+        advantage_of = _batch_advantages(
             compared_groups, baseline, advantage_fn, eps, rules
         )
     samples: list[TrainSample] = []
@@ -121,18 +121,20 @@ def build_batch(
             if rollout is None:
                 place = f"session {summary.session_id} of group {summary.group_id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
-            for row in _rows(rollout, declared_columns, oldest):
+            for trajectory_sample in _trajectory_samples(
+                rollout, declared_columns, oldest
+            ):
                 ages, numbers = np.unique(
-                    taken.version - row.versions_T, return_counts=True
+                    taken.version - trajectory_sample.versions_T, return_counts=True
                 )
                 tokens_by_age.update(
                     dict(zip(ages.tolist(), numbers.tolist(), strict=True))
                 )
-                num_masked_tokens += row.num_masked
-                if not row.sample.loss_mask_T.any():
+                num_masked_tokens += trajectory_sample.num_masked
+                if not trajectory_sample.sample.loss_mask_T.any():
                     num_masked_samples += 1
                     continue
-                sample = row.sample
+                sample = trajectory_sample.sample
                 if summary.session_id in group.shaping:
                     numbers = {
                         **sample.numbers,
@@ -147,17 +149,21 @@ def build_batch(
                     )
                 if rules.token_level:
                     sample = _with_token_rewards(
-                        sample, summary, row.branch.turns, use, rules
+                        sample, summary, trajectory_sample.trajectory.turns, use, rules
                     )
                     advantages.append(np.zeros(len(sample.tokens_T)))
                 else:
                     advantages.append(
                         _token_advantages(
-                            row, summary, advantage_of, use, rules.discount
+                            trajectory_sample,
+                            summary,
+                            advantage_of,
+                            use,
+                            rules.discount,
                         )
                     )
                 samples.append(sample)
-    whitened = whiten_rows(
+    whitened = whiten_samples(
         advantages,
         [sample.loss_mask_T for sample in samples],
         [sample.rollout_id for sample in samples],
@@ -181,20 +187,22 @@ def build_batch(
 def _with_token_rewards(
     sample: TrainSample,
     summary: RolloutSummary,
-    branch_turns: Sequence[Turn],
+    trajectory_turns: Sequence[Turn],
     use: RewardUse,
-    rules: CreditRules,
+    rules: AdvantageRules,
 ) -> TrainSample:
     columns: list[NDArray[np.float32]] = []
     for name in rules.reward_columns:
         if name not in sample.columns:
-            reason = f"rows have no column of this name, only {sorted(sample.columns)}"
+            reason = (
+                f"samples have no column of this name, only {sorted(sample.columns)}"
+            )
             raise ConfigError(
                 "algorithm.reward_columns", name, reason, "declare it, or leave it out"
             )
         columns.append(sample.columns[name])
     rewards_T = token_rewards(
-        summary, branch_turns, sample.loss_mask_T, use=use, columns=columns
+        summary, trajectory_turns, sample.loss_mask_T, use=use, columns=columns
     )
     return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
@@ -202,23 +210,26 @@ def _with_token_rewards(
 # ---------------------------------------------------------- trajectories and samples
 
 
-def rows_of(rollout: Rollout) -> list[TrainSample]:
+def rollout_samples(rollout: Rollout) -> list[TrainSample]:
     """Return the samples of a rollout, without extra columns, whether or not it was
     trained."""
-    return [row.sample for row in _rows(rollout, (), WeightVersion(0))]
+    return [
+        trajectory_sample.sample
+        for trajectory_sample in _trajectory_samples(rollout, (), WeightVersion(0))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Branch:
+class _TrainedTrajectory:
     turns: tuple[Turn, ...]
     """All its turns, from the root to the leaf."""
-    row_turns: tuple[Turn, ...]
+    sample_turns: tuple[Turn, ...]
     """Turns of its sample: all up to the last one that may be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Row:
-    branch: _Branch
+class _TrajectorySample:
+    trajectory: _TrainedTrajectory
     sample: TrainSample
     versions_T: NDArray[np.int32]
     """Versions of its tokens that are trained or masked, without the others."""
@@ -226,58 +237,62 @@ class _Row:
     """Tokens that are older than the oldest version to train."""
 
 
-def _rows(
+def _trajectory_samples(
     rollout: Rollout, extra_columns: Sequence[ExtraColumn], oldest: WeightVersion
-) -> list[_Row]:
+) -> list[_TrajectorySample]:
     """Return the samples of a rollout. A trajectory becomes no sample if another
     trajectory continues it, or if all its turns are trained in earlier samples. Tokens
     of versions before `oldest` are masked, which may leave a sample nothing to
     train."""
-    branches = _branches(rollout)
+    trajectories = _trajectories(rollout)
     continued_ids: set[str] = set()
-    for branch in branches:
-        continued_ids.update(turn.id for turn in branch.row_turns[:-1])
-    rows: list[_Row] = []
+    for trajectory in trajectories:
+        continued_ids.update(turn.id for turn in trajectory.sample_turns[:-1])
+    trajectory_samples: list[_TrajectorySample] = []
     trained_ids: set[str] = set()
-    for branch in branches:
-        last_turn = branch.row_turns[-1]
+    for trajectory in trajectories:
+        last_turn = trajectory.sample_turns[-1]
         if last_turn.id in continued_ids:
             continue
-        trainable_ids = {turn.id for turn in branch.row_turns if _may_be_trained(turn)}
+        trainable_ids = {
+            turn.id for turn in trajectory.sample_turns if _may_be_trained(turn)
+        }
         new_ids = trainable_ids - trained_ids
         if not new_ids:
             continue
         versions_T = np.concatenate(
-            [turn.versions_T for turn in branch.row_turns if turn.id in new_ids]
+            [turn.versions_T for turn in trajectory.sample_turns if turn.id in new_ids]
         )
         num_masked = int((versions_T < oldest).sum())
-        sample = _training_sample(rollout, branch, new_ids, extra_columns, oldest)
+        sample = _training_sample(rollout, trajectory, new_ids, extra_columns, oldest)
         if num_masked or sample.loss_mask_T.any():
-            row = _Row(
-                branch=branch,
+            trajectory_sample = _TrajectorySample(
+                trajectory=trajectory,
                 sample=sample,
                 versions_T=versions_T,
                 num_masked=num_masked,
             )
-            rows.append(row)
+            trajectory_samples.append(trajectory_sample)
             trained_ids |= new_ids
-    return rows
+    return trajectory_samples
 
 
-def _branches(rollout: Rollout) -> list[_Branch]:
+def _trajectories(rollout: Rollout) -> list[_TrainedTrajectory]:
     """Return the trajectories that have a turn to train, without those of untrained
     roots."""
-    branches: list[_Branch] = []
+    trajectories: list[_TrainedTrajectory] = []
     for trajectory in rollout.trajectories:
         turns = trajectory.turns
         if turns[0].id in rollout.summary.untrained_roots:
             continue
-        row_length = len(turns)
-        while row_length > 0 and not _may_be_trained(turns[row_length - 1]):
-            row_length -= 1
-        if row_length > 0:
-            branches.append(_Branch(turns=turns, row_turns=turns[:row_length]))
-    return branches
+        num_turns = len(turns)
+        while num_turns > 0 and not _may_be_trained(turns[num_turns - 1]):
+            num_turns -= 1
+        if num_turns > 0:
+            trajectories.append(
+                _TrainedTrajectory(turns=turns, sample_turns=turns[:num_turns])
+            )
+    return trajectories
 
 
 def _may_be_trained(turn: Turn) -> bool:
@@ -286,7 +301,7 @@ def _may_be_trained(turn: Turn) -> bool:
 
 def _training_sample(
     rollout: Rollout,
-    branch: _Branch,
+    trajectory: _TrainedTrajectory,
     trained_ids: set[str],
     extra_columns: Sequence[ExtraColumn],
     oldest: WeightVersion,
@@ -301,7 +316,7 @@ def _training_sample(
     grammars: list[GrammarSpan] = []
     turn_spans: list[tuple[int, int]] = []
     turn_end = 0
-    for turn in branch.row_turns:
+    for turn in trajectory.sample_turns:
         num_context = len(turn.context_ids_T)
         num_sampled = len(turn.sampled_ids_T)
         sampled_start = turn_end + num_context
@@ -329,17 +344,17 @@ def _training_sample(
         loss_mask_T=mask_T,
         rollout_logprobs_T=logprobs_T.astype(np.float32, copy=False),
         versions_T=versions_T.astype(np.int32, copy=False),
-        reward=_branch_reward(summary, branch.turns),
-        temperature=_temperature(summary.session_id, branch.row_turns),
+        reward=_trajectory_reward(summary, trajectory.turns),
+        temperature=_temperature(summary.session_id, trajectory.sample_turns),
         group_id=summary.group_id,
         rollout_id=summary.session_id,
         attempt=summary.attempt,
-        turn_ids=tuple(turn.id for turn in branch.row_turns),
+        turn_ids=tuple(turn.id for turn in trajectory.sample_turns),
         turn_spans=tuple(turn_spans),
         grammars=tuple(grammars),
-        experts_TLK=_experts(rollout, branch.row_turns),
-        top_logprobs=_top_logprobs(rollout, branch.row_turns, mask_T),
-        columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
+        experts_TLK=_experts(rollout, trajectory.sample_turns),
+        top_logprobs=_top_logprobs(rollout, trajectory.sample_turns, mask_T),
+        columns=_extra_columns(rollout, trajectory.sample_turns, mask_T, extra_columns),
         numbers=_extra_numbers(summary, extra_columns),
     )
 
@@ -359,12 +374,12 @@ def _extra_columns(
         parts: list[NDArray[np.float32]] = []
         for turn in turns:
             parts.append(np.zeros(len(turn.context_ids_T), np.float32))
-            parts.append(_numbers_of_turn(rollout, turn, column))
+            parts.append(_turn_numbers(rollout, turn, column))
         columns[column.name] = np.where(mask_T, np.concatenate(parts), np.float32(0.0))
     return columns
 
 
-def _numbers_of_turn(
+def _turn_numbers(
     rollout: Rollout, turn: Turn, column: ExtraColumn
 ) -> NDArray[np.float32]:
     """Return one number for each sampled token of the turn."""
@@ -433,7 +448,7 @@ def _top_logprobs(
     return TopLogprobs.joined(parts).where(mask_T)
 
 
-def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
+def _trajectory_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
     """Return the reward of the deepest rewarded turn; else that of the child session;
     else the rollout's."""
     for turn in reversed(turns):
@@ -457,26 +472,26 @@ def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
 # ----------------------------------------------------------------- advantages
 
 
-def _advantages_of_batch(
+def _batch_advantages(
     groups: Sequence[Group],
     baseline: RewardBaseline,
     advantage_fn: AdvantageFn,
     eps: float,
-    rules: CreditRules,
+    rules: AdvantageRules,
 ) -> dict[RewardOwner, float]:
     if rules.over_batch:
-        return _advantages_of(
+        return _group_advantages(
             batch_comparisons(groups, baseline), advantage_fn, eps, None
         )
     advantage_of: dict[RewardOwner, float] = {}
     for group in groups:
         advantage_of.update(
-            _advantages_of(comparisons(group, baseline), advantage_fn, eps, group)
+            _group_advantages(comparisons(group, baseline), advantage_fn, eps, group)
         )
     return advantage_of
 
 
-def _advantages_of(
+def _group_advantages(
     compared: Iterable[Comparison],
     advantage_fn: AdvantageFn,
     eps: float,
@@ -516,25 +531,25 @@ def _call_advantage_fn(
 
 
 def _token_advantages(
-    row: _Row,
+    trajectory_sample: _TrajectorySample,
     summary: RolloutSummary,
     advantage_of: Mapping[RewardOwner, float],
     use: RewardUse,
     discount: float,
 ) -> NDArray[np.float64]:
     """Return the advantage of each token of a sample, [T]; 0 for untrained tokens."""
-    turns = row.branch.turns
-    owners = branch_owners(summary, turns)
+    turns = trajectory_sample.trajectory.turns
+    owners = trajectory_owners(summary, turns)
     if use == "add":
         turn_advantages = _summed_advantages(turns, owners, advantage_of, discount)
     else:
         turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
     parts: list[NDArray[np.float64]] = []
-    for turn in row.branch.row_turns:
+    for turn in trajectory_sample.trajectory.sample_turns:
         advantage = turn_advantages[turn.id]
         num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
         parts.append(np.full(num_tokens, advantage))
-    return np.where(row.sample.loss_mask_T, np.concatenate(parts), 0.0)
+    return np.where(trajectory_sample.sample.loss_mask_T, np.concatenate(parts), 0.0)
 
 
 def _most_particular_advantages(
@@ -544,11 +559,11 @@ def _most_particular_advantages(
 ) -> dict[str, float]:
     """Return, by turn id, the advantage of the turn's reward, or else of its
     trajectory's."""
-    branch_advantage = advantage_of[owners[-1]]
+    trajectory_advantage = advantage_of[owners[-1]]
     advantages: dict[str, float] = {}
     for turn in turns:
         turn_owner = RewardOwner("turn", turn.id)
-        advantages[turn.id] = advantage_of.get(turn_owner, branch_advantage)
+        advantages[turn.id] = advantage_of.get(turn_owner, trajectory_advantage)
     return advantages
 
 
@@ -561,12 +576,12 @@ def _summed_advantages(
     """Return, by turn id, the discounted sum of the advantages of the turn, of the
     turns that follow it, and of the trajectory, whose rewards come with its last
     turn."""
-    branch_advantage = sum(advantage_of[owner] for owner in owners)
+    trajectory_advantage = sum(advantage_of[owner] for owner in owners)
     turn_sum = 0.0
     sums: dict[str, float] = {}
     for turn in reversed(turns):
         turn_owner = RewardOwner("turn", turn.id)
         turn_sum = advantage_of.get(turn_owner, 0.0) + discount * turn_sum
-        sums[turn.id] = branch_advantage + turn_sum
-        branch_advantage *= discount
+        sums[turn.id] = trajectory_advantage + turn_sum
+        trajectory_advantage *= discount
     return sums

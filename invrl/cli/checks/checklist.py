@@ -2,7 +2,7 @@
 
 `invrl doctor` makes all checks that `train` could need and reports each. `train`,
 `serve` and `eval` make theirs in the order of the list, stop at the first error, and
-print doubts as warnings. Packages come first: the other checks may need one that is
+print warnings as warnings. Packages come first: the other checks may need one that is
 missing. A check that reads the model folder names that folder's check as its
 precondition and does not repeat it.
 """
@@ -18,7 +18,7 @@ from invrl.cli.checks import (
     settings_checks,
     task_checks,
 )
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.machine import Machine
 from invrl.run.settings.config import Config
 from invrl.run.settings.folder import check_run_folder
@@ -37,7 +37,7 @@ ENGINES = EVERY | {"engine"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check raises ConfigError for what would stop a run and `Doubt` for what may; it
+    """A check raises ConfigError for what would stop a run and `CheckWarning` for what may; it
     returns what it found."""
 
     name: str
@@ -217,7 +217,7 @@ CHECKS = (
     ),
     _of_machine("memory", machine_checks.check_memory, TRAIN),
     _of_machine("disk", machine_checks.check_disk, TRAIN),
-    _of_machine("disk", machine_checks.check_disk_of_store, STORING),
+    _of_machine("disk", machine_checks.check_store_disk, STORING),
     _of_machine("temporary files", machine_checks.check_temporary_files, ENGINES),
     Check(
         name="weight folder's disk",
@@ -229,7 +229,7 @@ CHECKS = (
 )
 
 
-def checks_of(command: str, config: Config) -> list[Check]:
+def select_checks(command: str, config: Config) -> list[Check]:
     """Return the checks that `invrl COMMAND` makes with this configuration."""
     return [
         check
@@ -248,11 +248,11 @@ def check_before_start(command: str, config: Config, machine: Machine) -> list[s
     """Make the checks of the command. Raises ConfigError at the first that fails;
     returns the warnings."""
     warnings: list[str] = []
-    for check in checks_of(command, config):
+    for check in select_checks(command, config):
         try:
             check.look(config, machine)
-        except Doubt as doubt:
+        except CheckWarning as warning:
             warnings.append(
-                f"{check.name}: {doubt.value}: {doubt.reason}. Fix: {doubt.fix}"
+                f"{check.name}: {warning.value}: {warning.reason}. Fix: {warning.fix}"
             )
     return warnings

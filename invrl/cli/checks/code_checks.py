@@ -5,13 +5,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.run.settings.config import Config
 
 
 def check_rollout_code(config: Config) -> str:
     """Check that the rollout function asks the model, and does not block the event loop
-    that it shares. Raises `Doubt`."""
+    that it shares. Raises `CheckWarning`."""
     from invrl.user_code import plugins
     from invrl.user_code.source import uses_argument
 
@@ -24,13 +24,13 @@ def check_rollout_code(config: Config) -> str:
         fix = (
             "ask with endpoint.openai(), or with endpoint.base_url and endpoint.api_key"
         )
-        raise Doubt("rollout.rollout_function_path", path, reason, fix)
+        raise CheckWarning("rollout.rollout_function_path", path, reason, fix)
     _check_loop("rollout.rollout_function_path", path, function)
     return "in order"
 
 
 def check_reward_code(config: Config) -> str:
-    """Check that the reward function does not block the event loop. Raises `Doubt`."""
+    """Check that the reward function does not block the event loop. Raises `CheckWarning`."""
     from invrl.user_code import plugins
 
     path = config.rollout.reward_function_path
@@ -55,7 +55,7 @@ def _check_loop(field: str, path: str, function: Callable[..., Any]) -> None:
     if other_loop:
         reason = f"{other_loop} is called from an async function, whose event loop refuses a second one"
         fix = "await the coroutine instead, or write the function with def: it then has a thread of its own"
-        raise Doubt(field, path, reason, fix)
+        raise CheckWarning(field, path, reason, fix)
     blocking = calls_in_async(function, BLOCKING)
     if blocking:
         reason = (
@@ -63,4 +63,4 @@ def _check_loop(field: str, path: str, function: Callable[..., Any]) -> None:
             "rollout of the worker waits too"
         )
         fix = "use an asynchronous client (endpoint.openai() is one), or write the function with def"
-        raise Doubt(field, path, reason, fix)
+        raise CheckWarning(field, path, reason, fix)

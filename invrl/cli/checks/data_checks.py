@@ -1,7 +1,7 @@
 """Checks the files of a run without rollouts: every row is read, and many are tokenised
 with the model's own template. Raises ConfigError that names the file and the row."""
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.errors import ConfigError
 from invrl.run.settings.config import Config
 
@@ -28,13 +28,13 @@ def check_data(config: Config) -> str:
         reason += "nothing about new rows"
         field = "eval_path" if config.data.eval_path else "eval_fraction"
         fix = "hold out other rows, or remove the copies from the file"
-        raise Doubt(f"data.{field}", getattr(config.data, field), reason, fix)
+        raise CheckWarning(f"data.{field}", getattr(config.data, field), reason, fix)
     return text
 
 
 def _check_objective(config: Config) -> None:
     """Check that it is built in, or a function that can be called as an objective.
     Raises PluginError."""
-    from invrl.algorithms.objectives.objectives import objective_of
+    from invrl.algorithms.objectives.objectives import load_objective
 
-    objective_of(config.algorithm)
+    load_objective(config.algorithm)

@@ -36,11 +36,11 @@ class Machine:
     """Free bytes now."""
 
 
-def look_at_machine() -> Machine:
+def inspect_machine() -> Machine:
     """Describe this machine. A container's limit also bounds the memory."""
     from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
 
-    memory_free, memory_total = memory_of(_CONTROL_GROUP)
+    memory_free, memory_total = container_memory(_CONTROL_GROUP)
     shared_memory = 0
     if _SHARED_MEMORY.is_dir():
         shared_memory = psutil.disk_usage(str(_SHARED_MEMORY)).free
@@ -70,7 +70,7 @@ def lacks_avx512() -> bool:
     return bool(flags) and "avx512f" not in flags[0].split()
 
 
-def memory_of(control_group: Path) -> tuple[int, int]:
+def container_memory(control_group: Path) -> tuple[int, int]:
     """Return the free bytes and all bytes of the container whose control group (version
     2) is this folder, or of the machine if that sets no limit.
 

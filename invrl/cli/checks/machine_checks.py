@@ -2,7 +2,7 @@
 can change.
 
 A check takes the configuration and the `Machine`, and returns what it found. It raises
-ConfigError for what would stop a run, and `Doubt` for what may.
+ConfigError for what would stop a run, and `CheckWarning` for what may.
 """
 
 import importlib.metadata
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from invrl.algorithms.objectives.objectives import needs_of
-from invrl.cli.checks.doubts import Doubt, LikelyFailure
+from invrl.algorithms.objectives.objectives import objective_needs
+from invrl.cli.checks.check_warnings import CheckWarning, LikelyFailure
 from invrl.cli.checks.machine import Machine, installed_version
 from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
@@ -101,7 +101,7 @@ def check_gpu(config: Config, machine: Machine) -> str:
             f"an NVIDIA driver is loaded, but torch {machine.torch} cannot use a GPU"
         )
         fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
-        raise Doubt("gpu", "CPU", reason, fix)
+        raise CheckWarning("gpu", "CPU", reason, fix)
     return f"none: CPU, torch {machine.torch}"
 
 
@@ -147,7 +147,7 @@ def check_processors(config: Config, machine: Machine) -> str:
         raise ConfigError("critic.data_parallel_size", of_critic.data, reason, fix)
     if machine.cpus < 2:
         reason = "engine and trainer share one CPU, so deadlines may be missed"
-        raise Doubt("cpus", 1, reason, "use 2 or more")
+        raise CheckWarning("cpus", 1, reason, "use 2 or more")
     return f"{machine.cpus} CPUs"
 
 
@@ -161,7 +161,7 @@ def check_precision(config: Config, machine: Machine) -> str:
     slow = [flag for flag, dtype in dtypes.items() if dtype == "bfloat16"]
     if machine.is_slow_in_bfloat16 and slow and not machine.gpus:
         reason = "this CPU has no AVX-512, so it computes many times slower in bfloat16 than in float32"
-        raise Doubt(
+        raise CheckWarning(
             " and ".join(slow),
             "bfloat16",
             reason,
@@ -175,7 +175,7 @@ def check_memory(config: Config, machine: Machine) -> str:
     reserve: below that Ray kills ranks and workers, whichever program uses the memory.
 
     Raises ConfigError if Ray would kill the run's processes in any case, LikelyFailure
-    if much is missing and Doubt if little is: the need is an estimate.
+    if much is missing and CheckWarning if little is: the need is an estimate.
     """
     if os.environ.get("RAY_ADDRESS"):
         return "not checked: RAY_ADDRESS names a cluster that may run on other machines"
@@ -196,7 +196,7 @@ def check_memory(config: Config, machine: Machine) -> str:
             "memory", value, "processes of the run would be killed", fix
         )
     if usable < needed:
-        raise Doubt("memory", value, "it may not be enough", fix)
+        raise CheckWarning("memory", value, "it may not be enough", fix)
     return value
 
 
@@ -227,17 +227,17 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
         available = machine.gpu_memory_bytes
         value += f", of {available / _GB:.1f} GB of a GPU"
         fix = (
-            "lower --max-tokens-per-microbatch, add --megatron-recompute-granularity full "
+            "lower --max-tokens-per-micro-batch, add --megatron-recompute-granularity full "
             "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, or divide the model with "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size"
         )
         if estimate.total > 1.3 * available:
             raise LikelyFailure(
-                "train.max_tokens_per_microbatch", value, "a step would not fit", fix
+                "train.max_tokens_per_micro_batch", value, "a step would not fit", fix
             )
         if estimate.total > 0.9 * available:
-            raise Doubt(
-                "train.max_tokens_per_microbatch", value, "a step may not fit", fix
+            raise CheckWarning(
+                "train.max_tokens_per_micro_batch", value, "a step may not fit", fix
             )
     return value
 
@@ -250,7 +250,7 @@ def check_longest_row(config: Config, machine: Machine) -> str:
     if budget is None:
         return "not estimated: no model is given"
     longest = longest_conversation(config)
-    full = config.train.microbatch_tokens
+    full = config.train.micro_batch_tokens
     if longest <= full:
         return f"{longest} tokens, no more than a micro-batch"
     value = f"{longest} tokens: {budget.largest(longest).total / _GB:.2f} GB a rank"
@@ -266,10 +266,10 @@ def check_longest_row(config: Config, machine: Machine) -> str:
             f"a conversation of more than about {most} tokens may not fit into memory"
         )
         fix = (
-            f"set --max-row-tokens {most}, so that a longer one is refused while it is sampled; or divide it "
+            f"set --max-sample-tokens {most}, so that a longer one is refused while it is sampled; or divide it "
             "with --context-parallel-size"
         )
-        raise Doubt("train.max_row_tokens", value, reason, fix)
+        raise CheckWarning("train.max_sample_tokens", value, reason, fix)
     return value
 
 
@@ -292,13 +292,13 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            frozen_models=needs_of(config.algorithm).reference
+            frozen_models=objective_needs(config.algorithm).reference
             + (config.teacher_folder is not None),
             reference_moves=config.algorithm.reference_moves,
             reference_is_averaged=config.algorithm.reference.ema is not None,
-            has_critic=needs_of(config.algorithm).values
+            has_critic=objective_needs(config.algorithm).values
             and config.critic_layout is None,
-            compares_routers=needs_of(config.algorithm).router_shift,
+            compares_routers=objective_needs(config.algorithm).router_shift,
             served_dtype=config.engine.dtype,
             megatron=config.megatron,
             copies_checkpoints=config.run.checkpoints.background,
@@ -364,7 +364,7 @@ def _checkpoint_bytes(config: Config, machine: Machine) -> float:
     if budget is None:
         return 8.0 * _weight_bytes(config)
     has_critic = (
-        needs_of(config.algorithm).values
+        objective_needs(config.algorithm).values
         and config.critic_folder == config.model.folder
     )
     return replace(budget, has_critic=has_critic).checkpoint_bytes
@@ -378,7 +378,7 @@ def _existing(folder: str) -> Path:
     return path
 
 
-def check_disk_of_store(config: Config, machine: Machine) -> str:
+def check_store_disk(config: Config, machine: Machine) -> str:
     """Check the disk of a command that writes no more than conversations and logs."""
     root = _existing(config.run.run_root)
     full = full_disk(root)
@@ -434,7 +434,7 @@ def check_disk(config: Config, machine: Machine) -> str:
     those that are kept (no `checkpoints.keep`: every one is kept, so their number is
     not known; two are counted)."""
     if config.run.debug_rollout_only:
-        return check_disk_of_store(config, machine)
+        return check_store_disk(config, machine)
     root = _existing(config.run.run_root)
     free = psutil.disk_usage(str(root)).free
     checkpoint = _checkpoint_bytes(config, machine)
@@ -453,7 +453,7 @@ def check_disk(config: Config, machine: Machine) -> str:
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
         fix = "free some, give another --run-root, or lower --checkpoints.keep or --checkpoints.keep-best"
-        raise Doubt("run.run_root", value, reason, fix)
+        raise CheckWarning("run.run_root", value, reason, fix)
     return value
 
 
@@ -465,7 +465,7 @@ def check_shared_memory(config: Config, machine: Machine) -> str:
     if machine.shared_memory_bytes < _MIN_SHARED_MEMORY:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", fix)
     if machine.shared_memory_bytes < _GB:
-        raise Doubt(
+        raise CheckWarning(
             "/dev/shm", value, "with less than 1 GB Ray writes its objects to disk", fix
         )
     return value

@@ -7,7 +7,7 @@ its chat template.
 import asyncio
 from pathlib import Path
 
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
@@ -47,7 +47,9 @@ def check_trainable(config: Config) -> str:
     from invrl.families.registry import FAMILIES
 
     shape = read_hf_config(config.model.folder)
-    config.train.check_model(shape, needs_of(config.algorithm), config.algorithm.critic)
+    config.train.check_model(
+        shape, objective_needs(config.algorithm), config.algorithm.critic
+    )
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 
@@ -55,7 +57,7 @@ def check_reference(config: Config) -> str:
     """Check that the frozen reference is other weights of the same model: its folder is
     sound, it has the same shape, and its tokens mean the same."""
     given = config.model.reference_model_path
-    if not needs_of(config.algorithm).reference:
+    if not objective_needs(config.algorithm).reference:
         return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
@@ -68,7 +70,7 @@ def check_critic(config: Config) -> str:
     """Check that the critic is another model of the policy's shape, whose tokens mean
     the same."""
     critic = config.algorithm.critic
-    if not needs_of(config.algorithm).values:
+    if not objective_needs(config.algorithm).values:
         return "none: the objective does not need it"
     if critic is None or critic.model_path is None:
         return "begins as the model of model_path"

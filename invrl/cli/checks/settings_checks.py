@@ -10,7 +10,7 @@ import os
 import socket
 from pathlib import Path
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.errors import ConfigError
 from invrl.host.network.rendezvous import listen
 from invrl.host.processes.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
@@ -62,11 +62,11 @@ def check_row_length(config: Config) -> str:
     if answer >= longest:
         reason = f"a conversation holds {longest} tokens, prompt and answer together"
         fix = "lower --max-new-tokens"
-        if longest == config.train.max_row_tokens:
-            fix += ", or raise --max-row-tokens"
+        if longest == config.train.max_sample_tokens:
+            fix += ", or raise --max-sample-tokens"
         raise ConfigError("rollout.max_new_tokens", answer, reason, fix)
     text = f"conversations of up to {longest} tokens, answers of up to {answer}"
-    budget = config.train.microbatch_tokens
+    budget = config.train.micro_batch_tokens
     if longest > budget:
         text += f"; one of more than {budget} is a micro-batch alone"
     return text
@@ -82,7 +82,7 @@ def longest_conversation(config: Config) -> int:
         config.model.folder, max_total_tokens=max_total_tokens(config.engine)
     )
     return min(
-        limits.context_length, config.train.max_row_tokens or limits.context_length
+        limits.context_length, config.train.max_sample_tokens or limits.context_length
     )
 
 
@@ -91,24 +91,27 @@ def check_algorithm(config: Config) -> None:
     functions that can be called as such. A user's policy loss or objective is called
     once."""
     from invrl.algorithms.advantages.advantages import advantage_function
-    from invrl.algorithms.objectives.objectives import is_built_in, needs_of
+    from invrl.algorithms.objectives.objectives import is_built_in, objective_needs
     from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
-    from invrl.algorithms.policy_loss.surrogates import SURROGATES, surrogate_function
+    from invrl.algorithms.policy_loss.policy_losses import (
+        POLICY_LOSSES,
+        policy_loss_function,
+    )
     from invrl.buffer.groups.group_filters import group_filter_function
 
     advantage_function(config.algorithm.advantage)
-    surrogate_function(config.algorithm)
-    needs = needs_of(config.algorithm)
+    policy_loss_function(config.algorithm)
+    needs = objective_needs(config.algorithm)
     if config.critic_layout is not None and not needs.values:
         reason = f"the objective {config.algorithm.objective} needs no values, so there is no critic"
         fix = "declare Needs(values=True, ...) in it, or leave --critic.data-parallel-size out"
         value = config.critic_layout.data
         raise ConfigError("critic.data_parallel_size", value, reason, fix)
     group_filter_function(config.buffer.group_filter)
-    if config.algorithm.policy_loss not in SURROGATES:
-        from invrl.algorithms.objectives.example import try_surrogate
+    if config.algorithm.policy_loss not in POLICY_LOSSES:
+        from invrl.algorithms.objectives.example import try_policy_loss
 
-        try_surrogate(config.algorithm)
+        try_policy_loss(config.algorithm)
     if any(axis_plugins(config.algorithm)):
         from invrl.algorithms.objectives.example import try_axes
 
@@ -121,7 +124,7 @@ def check_algorithm(config: Config) -> None:
 
 def check_off_policy(config: Config) -> None:
     """Check that a batch sampled by older weights is trained with a correction."""
-    from invrl.algorithms.objectives.objectives import is_built_in, needs_of
+    from invrl.algorithms.objectives.objectives import is_built_in, objective_needs
 
     algorithm = config.algorithm
     staleness = config.buffer.max_staleness
@@ -135,13 +138,15 @@ def check_off_policy(config: Config) -> None:
             "gradient is that of a policy which did not sample them"
         )
         fix = "set --correction truncated (or --rejection), --old-logprobs engine, or --max-staleness 0"
-        raise Doubt("algorithm.correction", algorithm.correction, reason, fix)
-    if not staleness and needs_of(algorithm).staleness:
+        raise CheckWarning("algorithm.correction", algorithm.correction, reason, fix)
+    if not staleness and objective_needs(algorithm).staleness:
         reason = (
             "with max_staleness 0 no token is old, and it reads how old each one is"
         )
         fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
-        raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
+        raise CheckWarning(
+            "algorithm.old_logprobs", algorithm.old_logprobs, reason, fix
+        )
 
 
 def check_lost_rollouts(config: Config) -> None:
@@ -152,7 +157,7 @@ def check_lost_rollouts(config: Config) -> None:
             "than its tasks have (by a quarter in a simulation with lognormal lengths)"
         )
         fix = "leave it out: train, mask and wait drop none"
-        raise Doubt("buffer.when_stale", config.buffer.when_stale, reason, fix)
+        raise CheckWarning("buffer.when_stale", config.buffer.when_stale, reason, fix)
 
 
 _USUAL = {
@@ -180,7 +185,7 @@ def check_magnitudes(config: Config) -> None:
             texts.append(f"{key} = {value:g}, usually {least:g} to {most:g}")
     for name, value in unusual.items():
         reason = f"far from what language models are trained with, and rarely learns: {'; '.join(texts)}"
-        raise Doubt(name, value, reason, "check the exponent")
+        raise CheckWarning(name, value, reason, "check the exponent")
 
 
 def check_trackers(config: Config) -> object:

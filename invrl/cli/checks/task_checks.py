@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.errors import ConfigError, PluginError
 from invrl.run.settings.config import Config
 from invrl.types.tasks import Task
@@ -84,7 +84,7 @@ def check_held_out_apart(config: Config) -> str:
         reason = f"{'; '.join(faults)}: what they measure is training accuracy"
         fix = "hold out other tasks, which training never sees (compared by content, and by ids that are names)"
         field = "sets" if rollout.eval.sets else "task_file"
-        raise Doubt(f"eval.{field}", getattr(rollout.eval, field), reason, fix)
+        raise CheckWarning(f"eval.{field}", getattr(rollout.eval, field), reason, fix)
     return "others than those of training"
 
 
@@ -130,7 +130,7 @@ def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
 
 
 def _labels(config: Config, source_fault: str) -> str:
-    """Return the fields of the labels, if they were guessed. Raises `Doubt` if tasks
+    """Return the fields of the labels, if they were guessed. Raises `CheckWarning` if tasks
     have no label and user code reads one."""
     from invrl.rollout.tasks.task_labels import guess_notes, missing_labels
     from invrl.user_code.source import reads_attribute
@@ -146,7 +146,9 @@ def _labels(config: Config, source_fault: str) -> str:
             fix = "name the field with --task-label-key, or read task.payload in the function instead"
             if source_fault:
                 fix = "give each Task its label"
-            raise Doubt("rollout.task_label_key", rollout.task_label_key, reason, fix)
+            raise CheckWarning(
+                "rollout.task_label_key", rollout.task_label_key, reason, fix
+            )
     return fault
 
 

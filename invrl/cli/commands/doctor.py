@@ -13,8 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from invrl.cli.checks import machine
-from invrl.cli.checks.checklist import Check, checks_of
-from invrl.cli.checks.doubts import Doubt, LikelyFailure
+from invrl.cli.checks.check_warnings import CheckWarning, LikelyFailure
+from invrl.cli.checks.checklist import Check, select_checks
 from invrl.cli.checks.machine import Machine
 from invrl.cli.checks.machine_checks import packages_missing
 from invrl.cli.command import CommandFailed
@@ -60,7 +60,7 @@ def doctor(arguments: Sequence[str]) -> None:
       invrl doctor --config quickstart --model-path MODEL"""
     as_json = "--json" in arguments
     flags = [argument for argument in arguments if argument != "--json"]
-    findings = diagnose(flags, machine.look_at_machine())
+    findings = diagnose(flags, machine.inspect_machine())
     print_findings(findings, as_json=as_json)
     if any(finding.status is Status.FAILED for finding in findings):
         raise CommandFailed(FAILURE_EXIT)
@@ -85,7 +85,7 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
         value = " ".join(arguments) or "defaults"
         findings.append(Finding(check=_CONFIGURATION, status=Status.OK, value=value))
     not_passed: set[str] = set()
-    for check in checks_of("doctor", config):
+    for check in select_checks("doctor", config):
         if check.needs in not_passed:
             value = f"not checked: the check of the {check.needs} failed"
             finding = Finding(check=check.name, status=Status.SKIPPED, value=value)
@@ -118,7 +118,7 @@ def _examine(check: Check, config: Config, machine: Machine) -> Finding:
 
 def _from_error(check: str, error: ConfigError) -> Finding:
     status = Status.FAILED
-    if isinstance(error, Doubt) and not isinstance(error, LikelyFailure):
+    if isinstance(error, CheckWarning) and not isinstance(error, LikelyFailure):
         status = Status.WARNING
     value = f"{error.field} = {error.value!r}"
     return Finding(

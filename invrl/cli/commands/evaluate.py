@@ -19,19 +19,19 @@ from invrl import __version__
 from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import print_next
-from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
+from invrl.cli.run_process import checked_configuration, driver_context, log_to_folder
 from invrl.engines.router import smg
 from invrl.host.files.disk_waits import watch_disks, write_patiently
 from invrl.host.output.incidents import incidents_shown
 from invrl.host.output.printable import for_stdout
-from invrl.host.output.wait_lines import tell_waits
+from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes import interrupts
 from invrl.rollout.tasks.task_labels import guess_notes
 from invrl.run.loop.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.processes import supervisor
-from invrl.run.processes.awaited_work import PartsStarting
 from invrl.run.processes.background import in_background
 from invrl.run.processes.driver_commands import EVALUATION_COMMAND, USAGE_EXIT
+from invrl.run.processes.phase_progress import StartingParts
 from invrl.run.settings.config import Config
 from invrl.run.settings.folder import hold_run_folder
 from invrl.store.run_folder import RunFolder
@@ -68,7 +68,7 @@ def run_evaluation_in_folder(arguments: Sequence[str]) -> None:
 
     Runs the evaluation in this folder: the driver of `invrl eval`."""
     folder = read_run_folder(arguments)
-    with driver_of(folder) as config:
+    with driver_context(folder) as config:
         interrupts.run(run_evaluation(config, folder))
 
 
@@ -94,15 +94,15 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         stack.enter_context(incidents_shown(note))
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
         serving = await stack.enter_async_context(start_serving(config, folder))
-        starting = PartsStarting()
-        with tell_waits(starting.awaited):
+        starting = StartingParts()
+        with print_waits(starting.awaited):
             with starting.part("Ray"):
                 stack.enter_context(start_ray(config, folder.ray_logs_path))
             rollouts = create_rollouts(config, folder, serving)
             stack.push_async_callback(rollouts.stop)
             await all_started(
-                starting.until_up("rollout workers", rollouts.start()),
-                starting.until_up("engines", serving.wait_ready()),
+                starting.wait_until_up("rollout workers", rollouts.start()),
+                starting.wait_until_up("engines", serving.wait_ready()),
             )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()

@@ -122,7 +122,7 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
     from invrl.train.weights.hf_export import copy_other_files
     from invrl.train.weights.safetensors_file import write_weights
     from invrl.user_code.model_folder import tensor_files
-    from invrl.weights.tensors.tensor_spec import spec_of
+    from invrl.weights.tensors.tensor_spec import make_spec
 
     unfinished = target.with_name(f"{target.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -135,7 +135,7 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
         # In the order of the files, which is that of the trainer.
         names = [name for file in opened.values() for name in file.offset_keys()]
         layout = tuple(
-            spec_of(name, opened[files[name]].get_tensor(name)) for name in names
+            make_spec(name, opened[files[name]].get_tensor(name)) for name in names
         )
         tensors = ((name, opened[files[name]].get_tensor(name)) for name in names)
         copy_other_files(source, unfinished)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from invrl.buffer.ledger.ledger_store import (
     Incarnation,
-    KeptEntry,
+    StoredEntry,
     check_lineage,
     read_incarnations,
     read_ledger,
@@ -60,7 +60,7 @@ def _read_task_id(arguments: Sequence[str]) -> str | None:
     return task_id
 
 
-def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None:
+def _check_task(task_id: str, entries: Sequence[StoredEntry], *, run: str) -> None:
     known_ids = {kept.entry.task_id for kept in entries}
     if task_id not in known_ids:
         reason = f"the run leased {len(known_ids)} tasks, and this is not one of them"
@@ -70,7 +70,7 @@ def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None
 
 
 def describe_run(
-    incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool
+    incarnations: Sequence[Incarnation], entries: Sequence[StoredEntry], *, ended: bool
 ) -> str:
     """Describe the incarnations, the number of rollouts by their last state and its
     reason, and whether each rollout ended exactly once."""
@@ -107,7 +107,7 @@ def _describe_incarnation(incarnation: Incarnation, *, lost: int) -> str:
     return line
 
 
-def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
+def describe_tasks(entries: Sequence[StoredEntry], *, whole: bool) -> str:
     """Describe the tasks of the surviving lineage, in the order in which they were
     first leased: the id of each, and the number of its rollouts in each state. `whole`:
     all tasks, not only the first ones."""
@@ -137,14 +137,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
-def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
+def _last_entries(entries: Sequence[StoredEntry]) -> list[StoredEntry]:
     """Return the newest entry of each place in a group, in the order in which the
     places were first leased. Lost entries are left out."""
     last = {kept.entry.place: kept for kept in entries if not kept.lost}
     return list(last.values())
 
 
-def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
+def describe_task(entries: Sequence[StoredEntry], task_id: str) -> str:
     """Describe every transition of every rollout of one task, in order; lost ones are
     marked."""
     of_task = [kept for kept in entries if kept.entry.task_id == task_id]
@@ -161,12 +161,12 @@ def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
     return "\n".join(lines)
 
 
-def _rollout_order(kept: KeptEntry) -> tuple[str, int, int]:
+def _rollout_order(kept: StoredEntry) -> tuple[str, int, int]:
     place = kept.entry.place
     return place.group_id, place.index, kept.incarnation
 
 
-def _describe_transition(kept: KeptEntry) -> str:
+def _describe_transition(kept: StoredEntry) -> str:
     entry = kept.entry
     facts = [entry.reason, entry.failure, entry.detail, entry.session_id]
     if entry.batch_id is not None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from invrl.cli.arguments import read_options, read_run_folder
 from invrl.cli.checks.model_checks import check_model
 from invrl.cli.command import CommandFailed
-from invrl.cli.run_process import driver_of, log_to_folder
+from invrl.cli.run_process import driver_context, log_to_folder
 from invrl.errors import ConfigError
 from invrl.host.processes import interrupts
 from invrl.run.checkpoints.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def replay_step_in_folder(arguments: Sequence[str]) -> None:
     Repeats one step of the run in this folder: the driver of `invrl replay`."""
     folder = read_run_folder(arguments)
     step = int(arguments[1])
-    with driver_of(folder) as config:
+    with driver_context(folder) as config:
         summary = interrupts.run(replay_step(config, folder, step))
         print(summary)
 

@@ -15,10 +15,10 @@ from invrl.host.files.disk_waits import watch_disks
 from invrl.host.files.temporary_folder import remove_abandoned
 from invrl.host.output.incidents import incidents_shown
 from invrl.host.output.printable import for_stdout
-from invrl.host.output.wait_lines import tell_waits
+from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes import interrupts
-from invrl.run.processes.awaited_work import PartsStarting
 from invrl.run.processes.background import in_background
+from invrl.run.processes.phase_progress import StartingParts
 from invrl.run.settings.config import Config
 from invrl.run.settings.folder import hold_run_folder
 from invrl.store.run_folder import RunFolder
@@ -70,9 +70,9 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
             f"run folder {folder.path}",
             flush=True,
         )
-        starting = PartsStarting()
-        with tell_waits(starting.awaited):
-            await starting.until_up(
+        starting = StartingParts()
+        with print_waits(starting.awaited):
+            await starting.wait_until_up(
                 f"engines and gateway ({folder.path / 'logs'})", serving.wait_ready()
             )
         await serving.fleet.check_unchanged()

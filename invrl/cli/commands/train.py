@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import print_next
-from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
+from invrl.cli.run_process import checked_configuration, driver_context, log_to_folder
 from invrl.run.processes import supervisor
 from invrl.run.processes.driver_commands import USAGE_EXIT
 from invrl.run.settings.folder import hold_run_folder
@@ -52,7 +52,7 @@ def run_incarnation_in_folder(arguments: Sequence[str]) -> None:
 
     Runs one incarnation of the run in this folder: the driver of `invrl train`."""
     folder = read_run_folder(arguments)
-    with driver_of(folder) as config:
+    with driver_context(folder) as config:
         from invrl.run.incarnations.incarnation import run_incarnation
 
         run_incarnation(config, folder)

@@ -45,7 +45,7 @@ def watch(arguments: Sequence[str]) -> None:
     reader = RunReader(folder)
     is_live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     console = Console(
-        width=None if is_live else _width_of_pipe(), no_color=None if is_live else True
+        width=None if is_live else _pipe_width(), no_color=None if is_live else True
     )
     with contextlib.suppress(KeyboardInterrupt):
         if _ONCE_FLAG in others:
@@ -68,7 +68,7 @@ def _interval(text: str) -> float:
     )
 
 
-def _width_of_pipe() -> int:
+def _pipe_width() -> int:
     """Return COLUMNS, as other programs do; else a width sufficient for every part."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) else _PLAIN_WIDTH

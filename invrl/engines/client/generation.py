@@ -22,7 +22,7 @@ from invrl.engines.client.version_spans import VersionTracker
 from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
 from invrl.errors import (
     ServerError,
-    WrongAnswerError,
+    WrongReplyError,
 )
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.sessions import Sampling
@@ -194,7 +194,7 @@ class GenerationReader:
     def end(self) -> GenerateEnd:
         meta = self._meta
         if meta is None or meta.finish_reason is None:
-            raise WrongAnswerError("a generation ended without a finish reason")
+            raise WrongReplyError("a generation ended without a finish reason")
         finish = meta.finish_reason
         if finish.type != "abort":
             self._check.check_end(meta)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.engines.client.sglang_responses import GenerateEvent, MetaInfo, TopLogprob
-from invrl.errors import WrongAnswerError
+from invrl.errors import WrongReplyError
 from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
 
@@ -27,7 +27,7 @@ NewestVersion = Callable[[], WeightVersion]
 
 
 class ReplyCheck:
-    """Checks one generation, event by event. Every method raises WrongAnswerError."""
+    """Checks one generation, event by event. Every method raises WrongReplyError."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class ReplyCheck:
         if (
             meta.id != self._rid
         ):  # whatever went wrong on the way: no tokens of another session
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"generation {self._rid} was answered with generation {meta.id}"
             )
         if self._ended:
-            raise WrongAnswerError("more came after the end")
+            raise WrongReplyError("more came after the end")
         self._ended = meta.finish_reason is not None
         tokens = meta.output_token_logprobs
         self._num_tokens += len(tokens)
@@ -69,16 +69,16 @@ class ReplyCheck:
                 event.output_ids, [token for _, token, _ in tokens], meta
             )
         if self._num_tokens > self._max_new_tokens:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"{self._num_tokens} tokens came, {self._max_new_tokens} were asked for"
             )
         for logprob, token, _ in tokens:
             self._check_id(token)
             if not _LOWEST_LOGPROB <= logprob <= _LOGPROB_ROUNDING:
-                raise WrongAnswerError(f"token {token} has the log-prob {logprob}")
+                raise WrongReplyError(f"token {token} has the log-prob {logprob}")
         self._check_top(meta.output_top_logprobs or (), len(tokens))
         if not 0 <= meta.cached_tokens <= meta.prompt_tokens:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"{meta.cached_tokens} of the {meta.prompt_tokens} prompt tokens are said to be cached"
             )
 
@@ -89,16 +89,16 @@ class ReplyCheck:
         newest = self._newest_version()
         claimed = max(span.version for span in spans)
         if claimed > newest:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"weight version {claimed} is from the future: the newest is {newest}"
             )
 
     def check_end(self, meta: MetaInfo) -> None:
         """Check the end of a reply that was not aborted. `meta`: of its last event."""
         if self._num_tokens == 0:
-            raise WrongAnswerError("an answer without any token")
+            raise WrongReplyError("an answer without any token")
         if meta.completion_tokens != self._num_tokens:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"{meta.completion_tokens} tokens are said to have been sampled, {self._num_tokens} came"
             )
         matched = meta.finish_reason.matched if meta.finish_reason is not None else None
@@ -109,25 +109,25 @@ class ReplyCheck:
         self, output_ids: Sequence[int], logprob_ids: Sequence[int], meta: MetaInfo
     ) -> None:
         if meta.prompt_tokens != self._prompt_tokens:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"the engine consumed {meta.prompt_tokens} prompt tokens, {self._prompt_tokens} were sent"
             )
         if len(output_ids) != len(logprob_ids):
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"{len(output_ids)} token ids came with {len(logprob_ids)} log-probs"
             )
         if list(output_ids) != list(logprob_ids):
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 "the log-probs are of other tokens than the token ids"
             )
         if meta.completion_tokens < self._num_tokens:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"{meta.completion_tokens} tokens are said to have been sampled, {self._num_tokens} came"
             )
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self._vocab_size:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 f"token id {token} is outside the vocabulary of {self._vocab_size}"
             )
 
@@ -141,7 +141,7 @@ class ReplyCheck:
         if len(rows) != num_tokens or any(
             len(row or ()) != self._top_logprobs for row in rows
         ):
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 "the likeliest tokens are not reported for every sampled token"
             )
         for row in rows:
@@ -149,12 +149,12 @@ class ReplyCheck:
                 self._check_id(token)
                 # None is minus infinity: a grammar forbids the token.
                 if logprob is not None and not logprob <= _LOGPROB_ROUNDING:
-                    raise WrongAnswerError(f"token {token} has the log-prob {logprob}")
+                    raise WrongReplyError(f"token {token} has the log-prob {logprob}")
 
 
 def check_prompt_logprobs(logprobs_T: NDArray[np.float32]) -> None:
-    """Raise WrongAnswerError for a number that is not a log-prob. Log-probs of a prompt
+    """Raise WrongReplyError for a number that is not a log-prob. Log-probs of a prompt
     have no lower bound: its tokens were not sampled."""
     wrong = logprobs_T[~(np.isfinite(logprobs_T) & (logprobs_T <= _LOGPROB_ROUNDING))]
     if wrong.size:
-        raise WrongAnswerError(f"a token of a prompt has the log-prob {wrong[0]}")
+        raise WrongReplyError(f"a token of a prompt has the log-prob {wrong[0]}")

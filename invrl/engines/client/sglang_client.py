@@ -54,7 +54,7 @@ from invrl.engines.client.sglang_responses import (
     decode_load,
     decode_prompt_logprobs,
     decode_weight_version,
-    events_of,
+    read_events,
 )
 from invrl.engines.inside_sglang.canary_priority import canary_rid
 from invrl.engines.inside_sglang.drain_route import DRAIN_PATH
@@ -65,7 +65,7 @@ from invrl.errors import (
     NoEngineError,
     ServerError,
     SessionError,
-    WrongAnswerError,
+    WrongReplyError,
 )
 from invrl.host.network.http_connection import (
     HttpConnection,
@@ -127,12 +127,12 @@ class SglangClient:
         generate_deadline_s: float = 3600.0,
         experts: ExpertsShape | None = None,
         newest_version: NewestVersion | None = None,
-        on_wrong_answer: Callable[[], object] = lambda: None,
+        on_wrong_reply: Callable[[], object] = lambda: None,
     ) -> None:
         """`name`: the server's name in errors. `experts`: the model's shape, if
         generations record the experts of their tokens. `newest_version`: tokens of a
-        later one are refused; None: any version may be. `on_wrong_answer`: called for
-        each generation that ends with WrongAnswerError."""
+        later one are refused; None: any version may be. `on_wrong_reply`: called for
+        each generation that ends with WrongReplyError."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
@@ -143,7 +143,7 @@ class SglangClient:
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
         self._newest_version = newest_version
-        self._on_wrong_answer = on_wrong_answer
+        self._on_wrong_reply = on_wrong_reply
         self._http = HttpConnections(self.base_url, idle_s=_IDLE_CONNECTION_S)
 
     async def __aenter__(self) -> Self:
@@ -172,7 +172,7 @@ class SglangClient:
             routing_key=request.routing_key,
         )
         reader = self._reader(request)
-        with self._wrong_answers_told():
+        with self._report_wrong_replies():
             chunk = reader.add(decode_event(answer))
             end = reader.end()
         return GenerateResult(
@@ -203,24 +203,24 @@ class SglangClient:
                     "/generate", body, key=self.api_key, routing_key=request.routing_key
                 ) as response,
             ):
-                async for data in events_of(response):
-                    with self._wrong_answers_told():
+                async for data in read_events(response):
+                    with self._report_wrong_replies():
                         chunk = reader.add(decode_event(data))
                     if len(chunk.ids_T):
                         yield chunk
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
-        with self._wrong_answers_told():
+        with self._report_wrong_replies():
             end = reader.end()
         yield end
 
     @contextlib.contextmanager
-    def _wrong_answers_told(self) -> Iterator[None]:
+    def _report_wrong_replies(self) -> Iterator[None]:
         try:
             yield
-        except WrongAnswerError:
-            self._on_wrong_answer()
+        except WrongReplyError:
+            self._on_wrong_reply()
             raise
 
     def _reader(self, request: GenerateRequest) -> GenerationReader:
@@ -252,7 +252,7 @@ class SglangClient:
         answers = await self._ask("/generate", body, deadline_s=deadline_s)
         rows = [row[1:] for row in decode_prompt_logprobs(answers)]
         if [len(row) for row in rows] != [len(prompt) - 1 for prompt in prompts]:
-            raise WrongAnswerError(
+            raise WrongReplyError(
                 "the prompt log-probs and the prompts differ in length"
             )
         logprobs = [

@@ -1,5 +1,5 @@
 """JSON of SGLang's responses: the fields that we read. Decoding checks them, and raises
-WrongAnswerError for a response of another form."""
+WrongReplyError for a response of another form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from invrl.engines.client.version_spans import EngineSpan
-from invrl.errors import WrongAnswerError
+from invrl.errors import WrongReplyError
 from invrl.host.network.http_connection import HttpConnection
 from invrl.types.turns import FinishReason
 
@@ -117,7 +117,7 @@ def _decode(data: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WrongAnswerError(f"it cannot be read: {error}: {data[:200]!r}") from None
+        raise WrongReplyError(f"it cannot be read: {error}: {data[:200]!r}") from None
 
 
 class _PromptMeta(msgspec.Struct):
@@ -134,7 +134,7 @@ def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
     return [answer.meta_info.input_token_logprobs for answer in answers]
 
 
-async def events_of(response: HttpConnection) -> AsyncIterator[bytes]:
+async def read_events(response: HttpConnection) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a streamed response, for `decode_event`, without
     the final `[DONE]`. One read may bring hundreds; other tasks get their turn in
     between."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from invrl.errors import WrongAnswerError
+from invrl.errors import WrongReplyError
 from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
 
@@ -54,7 +54,7 @@ class VersionTracker:
         its own is too new if the update came between sampling and forwarding. An
         interrupted turn is never trained.
 
-        Raises WrongAnswerError if the engine's spans omit a token, or if a version is
+        Raises WrongReplyError if the engine's spans omit a token, or if a version is
         not a number.
         """
         self._num_tokens += num_new_tokens
@@ -105,7 +105,7 @@ def _exact_spans(
         )
         covered = end
     if covered != num_tokens:
-        raise WrongAnswerError(
+        raise WrongReplyError(
             f"the version spans {list(engine_spans)} do not cover {num_tokens} sampled tokens"
         )
     return tuple(spans)
@@ -113,7 +113,7 @@ def _exact_spans(
 
 def _version(label: str) -> WeightVersion:
     if not label.isdecimal() or len(label) > _MOST_DIGITS:
-        raise WrongAnswerError(
+        raise WrongReplyError(
             f"it calls its weight version {label[:40]!r}, which is no version of ours"
         )
     return WeightVersion(int(label))

@@ -41,7 +41,7 @@ from invrl.errors import (
 )
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.checksums.multilinear_checksum import checksums_of_ranks
+from invrl.weights.checksums.multilinear_checksum import rank_checksums
 from invrl.weights.config import ArenaWeights, FileWeights, WeightsConfig
 from invrl.weights.loader.loader_messages import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.tensors.tensor_slice import EngineRank
@@ -255,7 +255,7 @@ class EngineReceiver(ABC):
         if not self._checksums_add_up:
             return replies[0]
         return LoaderReply(
-            checksums=checksums_of_ranks([reply.checksums for reply in replies])
+            checksums=rank_checksums([reply.checksums for reply in replies])
         )
 
     def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
@@ -334,7 +334,7 @@ class ArenaReceiver(EngineReceiver):
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """Check the layout and the arena. If parameters alias a slot of host memory,
         also raise ChecksumError unless the slot holds the staged bytes."""
-        arena = _arena_of(staged)
+        arena = _staged_arena(staged)
         arena.check()
         await super().check(layout, staged)
         if self._aliases and arena.cuda is None:
@@ -354,7 +354,7 @@ class ArenaReceiver(EngineReceiver):
         reads_back = self._must_read_back or is_due or is_unhashed
         self._must_read_back = True  # unless this load is proved
         reply = await self._ask_loader(
-            self._approved_layout, arena=_arena_of(staged), digest=reads_back
+            self._approved_layout, arena=_staged_arena(staged), digest=reads_back
         )
         checksums = reply.checksums
         if self._aliases and not reads_back:
@@ -365,7 +365,7 @@ class ArenaReceiver(EngineReceiver):
         return checksums
 
 
-def _arena_of(staged: StagedWeights) -> ArenaHandle:
+def _staged_arena(staged: StagedWeights) -> ArenaHandle:
     return msgspec.json.decode(staged.handle, type=ArenaHandle)
 
 

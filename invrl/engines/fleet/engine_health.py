@@ -22,7 +22,7 @@ An engine that answers but makes no token while it may generate counts as dead a
 `TOKEN_TIMEOUTS` times as long: a long prompt on a busy machine may take a while, and
 any step that ends is an answer.
 
-An engine whose answers cannot be true is as bad as a dead one (`wrong_answer`). The
+An engine whose answers cannot be true is as bad as a dead one (`wrong_reply`). The
 router does not say which engine a wrong answer came from, so all of them are examined
 then.
 """
@@ -40,8 +40,8 @@ import numpy as np
 import psutil
 
 from invrl.engines.client.generation import GenerateRequest, GenerateResult
-from invrl.errors import InvrlError, WrongAnswerError
-from invrl.host.processes.process import ENDED, STOPPED, state_of
+from invrl.errors import InvrlError, WrongReplyError
+from invrl.host.processes.process import ENDED, STOPPED, process_state
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
 
@@ -125,7 +125,7 @@ async def until_ended(
     processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock
 ) -> None:
     """Return once one of the processes has ended; immediately if there are none."""
-    while processes and all(state_of(process) != ENDED for process in processes):
+    while processes and all(process_state(process) != ENDED for process in processes):
         await clock.sleep(min(interval_s, _MAX_POLL_INTERVAL_S))
 
 
@@ -174,7 +174,7 @@ async def engine_death(
     return await _first_cause(causes, seen, names)
 
 
-async def wrong_answer(
+async def wrong_reply(
     client: Generates,
     *,
     vocab_size: int,
@@ -194,7 +194,7 @@ async def wrong_answer(
     try:
         async with asyncio.timeout(deadline_s):
             result = await client.generate(request)
-    except WrongAnswerError as error:
+    except WrongReplyError as error:
         return str(error)
     except (InvrlError, TimeoutError) as error:
         _LOG.info("an engine did not answer its examination: %s", error)
@@ -233,7 +233,7 @@ async def router_death(
 
 
 def _any_stopped(processes: Sequence[psutil.Process]) -> bool:
-    return any(state_of(process) == STOPPED for process in processes)
+    return any(process_state(process) == STOPPED for process in processes)
 
 
 def _name(process: psutil.Process) -> str:
@@ -255,7 +255,7 @@ async def _first_cause(
         first = done.pop()
         first.result()
         states = [
-            f"{name}: {state_of(process)}"
+            f"{name}: {process_state(process)}"
             for name, process in zip(names, processes, strict=True)
         ]
         if not states:

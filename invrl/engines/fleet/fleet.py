@@ -26,7 +26,7 @@ from pathlib import Path
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.blocking_calls import BlockingCalls
-from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_answer
+from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_reply
 from invrl.engines.fleet.engine_processes import EngineProcesses
 from invrl.engines.fleet.engine_restarts import EngineRestarts
 from invrl.engines.fleet.fleet_router import FleetRouter
@@ -303,7 +303,7 @@ class Fleet:
     async def _examine(self, newest_version: WeightVersion) -> None:
         engines = dict(self.engines)
         questions = [
-            wrong_answer(
+            wrong_reply(
                 engine.client,
                 vocab_size=self.limits.vocab_size,
                 newest_version=newest_version,

@@ -19,7 +19,7 @@ from invrl.engines.router.router_server import RouterServer
 from invrl.engines.router.smg import Smg
 from invrl.errors import DeadlineError, ServerError
 from invrl.host.output.incidents import incidents
-from invrl.host.processes.process import RestartLimit, family_of
+from invrl.host.processes.process import RestartLimit, process_tree
 
 _LOG = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 3
@@ -82,7 +82,7 @@ class FleetRouter:
                 return await self._calls.run(router.answers, deadline_s)
 
             reason = await router_death(
-                family_of(router.pid)[:1],
+                process_tree(router.pid)[:1],
                 answers,
                 timeout_s=self._heartbeat_timeout_s,
                 interval_s=self._config.health_interval_s,

@@ -87,12 +87,12 @@ def add_identity_route() -> None:
         identity = EngineIdentity(
             start=os.environ.get(START_VARIABLE, ""),
             total_tokens=int(state.scheduler_info["max_total_num_tokens"]),
-            traits=_traits_of(settings),
+            traits=_resolved_traits(settings),
         )
         return msgspec.to_builtins(identity)
 
 
-def _traits_of(settings: dict[str, Any]) -> EngineTraits:
+def _resolved_traits(settings: dict[str, Any]) -> EngineTraits:
     """`settings`: SGLang's resolved settings."""
     return EngineTraits(
         invrl=__version__,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SEPARATOR = "|weights="
 
 
-def key_of_changes(key: str | None, changes: int) -> str:
+def key_with_changes(key: str | None, changes: int) -> str:
     """Replace the number of changes in a request's key, and keep the rest (an adapter,
     say)."""
     own, _, _ = (key or "").partition(_SEPARATOR)
@@ -39,7 +39,7 @@ def separate_kv_of_versions() -> None:
     changes = 0
 
     def enqueue_with_key(self: Scheduler, req: Req, is_retracted: bool = False) -> None:
-        req.extra_key = key_of_changes(req.extra_key, changes)
+        req.extra_key = key_with_changes(req.extra_key, changes)
         enqueue(self, req, is_retracted)
 
     def record_change_and_rekey(self: Scheduler, new_version: str | None) -> None:
@@ -50,7 +50,7 @@ def separate_kv_of_versions() -> None:
             return
         changes += 1
         for req in self.waiting_queue:
-            req.extra_key = key_of_changes(req.extra_key, changes)
+            req.extra_key = key_with_changes(req.extra_key, changes)
 
     Scheduler._add_request_to_queue = enqueue_with_key
     Scheduler.record_weight_version_change = record_change_and_rekey

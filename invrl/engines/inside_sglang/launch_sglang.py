@@ -37,8 +37,8 @@ from invrl.engines.inside_sglang.engine_log import log_in_lines
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
 from invrl.engines.inside_sglang.loader_reply_route import add_reply_route
-from invrl.engines.inside_sglang.routed_experts_label import answer_with_experts
-from invrl.engines.inside_sglang.server_info_keys import hide_keys_in_answers
+from invrl.engines.inside_sglang.routed_experts_label import respond_with_experts
+from invrl.engines.inside_sglang.server_info_keys import hide_keys_in_responses
 from invrl.engines.inside_sglang.weight_update_routes import add_update_routes
 from invrl.host import sglang_on_cpu
 from invrl.host.output.masked_keys import mask_keys_in_logs
@@ -141,7 +141,7 @@ def import_sglang() -> None:
     from sglang.launch_server import run_server  # noqa: F401
     from sglang.srt.entrypoints import http_server  # noqa: F401
 
-    hide_keys_in_answers()
+    hide_keys_in_responses()
     add_drain_route()
     add_identity_route()
     add_reply_route()
@@ -158,7 +158,7 @@ def serve(flags: Sequence[str]) -> None:
         sglang_on_cpu.support_seeds()
     if "--enable-return-routed-experts" in flags:
         sglang_on_cpu.support_routed_experts()
-        answer_with_experts()
+        respond_with_experts()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import hf_transformers_utils, kill_process_tree

@@ -11,7 +11,7 @@ EXPERTS_LABEL = "invrl_experts_from"
 label no experts are returned."""
 
 
-def answer_with_experts() -> None:
+def respond_with_experts() -> None:
     """Set the fields from the label. Call this in the engine's HTTP process. Imports
     SGLang."""
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -12,7 +12,7 @@ from invrl.host.output.masked_keys import without_keys
 _KEY_FIELDS = ("api_key", "admin_api_key")
 
 
-def hide_keys_in_answers() -> None:
+def hide_keys_in_responses() -> None:
     """Hide the keys. Call this in an engine's HTTP process before it serves. Imports
     SGLang."""
     from sglang.srt.server_args import ServerArgs

@@ -38,9 +38,9 @@ from invrl.host.processes.process import (
     PYTHON_MODULE,
     Forks,
     ServerProcess,
-    family_of,
+    process_state,
+    process_tree,
     random_key,
-    state_of,
 )
 from invrl.user_code.model_folder import read_model_type
 
@@ -235,7 +235,7 @@ def engine_processes(pid: int) -> list[psutil.Process]:
     A child program, which has its parent's name between fork and exec, is left out: it
     may end at any time.
     """
-    family = family_of(pid)
+    family = process_tree(pid)
     names: dict[int, str] = {}
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -275,7 +275,7 @@ class _StartingProcesses:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._seen[f"{process.name()} (pid {process.pid})"] = process
         for name, process in self._seen.items():
-            if state_of(process) == ENDED:
+            if process_state(process) == ENDED:
                 raise ServerError(
                     f"{name}, a process of {self._server.name}, ended before the engine was up. "
                     f"Last lines of {self._server.log}:\n{self._server.log_tail()}"

@@ -361,7 +361,7 @@ def _converted(fields: Json, to: type[Struct], param: str) -> Struct:
 
 
 def _message(message: _Message, param: str) -> Message:
-    role = wire.role_of(message.role, _ROLES, param)
+    role = wire.model_role(message.role, _ROLES, param)
     if message.content is None and role != "assistant":
         reason = f"{param}.content must be text"
         raise wire.bad_request(reason, param=f"{param}.content")
@@ -376,7 +376,7 @@ def _message(message: _Message, param: str) -> Message:
         calls.append(_tool_call(call, f"{param}.tool_calls[{call_index}]"))
     return Message(
         role,
-        content=wire.text_of(message.content or "", f"{param}.content"),
+        content=wire.content_text(message.content or "", f"{param}.content"),
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=tuple(calls),
         tool_call_id=message.tool_call_id or "",
@@ -453,4 +453,4 @@ def _thinking(body: _Body) -> bool | None:
     for field in fields:
         if field is not None:
             return field
-    return wire.thinking_of_effort(body.reasoning_effort or reasoning.effort)
+    return wire.wants_thinking(body.reasoning_effort or reasoning.effort)

@@ -9,16 +9,16 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
-from invrl.gateway.dialects.dialect import AnswerStream, ParsedRequest
+from invrl.gateway.dialects.dialect import ParsedRequest, ResponseParts
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
-    AnswerStart,
     CallDelta,
     Delta,
     Message,
     Piece,
+    ResponseStart,
     ToolCall,
     TurnRequest,
 )
@@ -128,8 +128,8 @@ class ChoicesDialect(OpenAIDialect, ABC):
         return msgspec.json.encode(body)
 
     def stream(
-        self, request: ChoicesRequest, starts: Sequence[AnswerStart]
-    ) -> AnswerStream:
+        self, request: ChoicesRequest, starts: Sequence[ResponseStart]
+    ) -> ResponseParts:
         return _ChoicesStream(self, request, starts)
 
     def common_fields(self, kind: str, turn_id: str, created: float) -> Fields:
@@ -149,7 +149,7 @@ class _ChoicesStream:
         self,
         dialect: ChoicesDialect,
         request: ChoicesRequest,
-        starts: Sequence[AnswerStart],
+        starts: Sequence[ResponseStart],
     ) -> None:
         self._dialect = dialect
         self._request = request

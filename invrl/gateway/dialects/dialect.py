@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.types import Answer, AnswerStart, Node, Piece, TurnRequest
+from invrl.gateway.types import Answer, Node, Piece, ResponseStart, TurnRequest
 
 FindTurn = Callable[[str], Node | None]
 """Returns a whole turn of the session by its id; None if the session has no such
@@ -32,7 +32,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
 Request = TypeVar("Request", bound=ParsedRequest)
 
 
-class AnswerStream(Protocol):
+class ResponseParts(Protocol):
     """Writes one streamed answer: its beginning, each of its pieces, its end. The
     beginning is written with the first token; keep-alives may come before it."""
 
@@ -73,7 +73,9 @@ class Dialect(Protocol[Request]):
         `n`."""
         ...
 
-    def stream(self, request: Request, starts: Sequence[AnswerStart]) -> AnswerStream:
+    def stream(
+        self, request: Request, starts: Sequence[ResponseStart]
+    ) -> ResponseParts:
         """Return the writer of a streamed answer. `starts` has one start for each of
         `n`."""
         ...

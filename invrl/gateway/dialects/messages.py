@@ -41,18 +41,18 @@ from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.client_tools import client_tool
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import (
-    AnswerStream,
     FindTurn,
     ParsedRequest,
+    ResponseParts,
     no_turn,
 )
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
-    AnswerStart,
     CallDelta,
     ClientSampling,
     Piece,
+    ResponseStart,
     Tool,
     ToolChoice,
     TurnRequest,
@@ -188,8 +188,8 @@ class MessagesDialect:
         return msgspec.json.encode(message)
 
     def stream(
-        self, request: MessagesRequest, starts: Sequence[AnswerStart]
-    ) -> AnswerStream:
+        self, request: MessagesRequest, starts: Sequence[ResponseStart]
+    ) -> ResponseParts:
         return _MessagesStream(self, request, starts[0])
 
     def error(self, error: SessionError) -> bytes:
@@ -291,7 +291,7 @@ class _MessagesStream:
         self,
         dialect: MessagesDialect,
         request: MessagesRequest,
-        start: AnswerStart,
+        start: ResponseStart,
     ) -> None:
         self._dialect = dialect
         self._request = request

@@ -169,7 +169,7 @@ def _message(item: InputItem, param: str, references: _References) -> Message:
         return _plain_message(item, param)
     if kind == "reasoning":
         content = item.content or item.summary or ""
-        text = wire.text_of(content, f"{param}.content")
+        text = wire.content_text(content, f"{param}.content")
         return Message("assistant", reasoning=text)
     if kind in KINDS_BY_ITEM:
         call = _tool_call(item, param)
@@ -184,11 +184,11 @@ def _message(item: InputItem, param: str, references: _References) -> Message:
 
 
 def _plain_message(item: InputItem, param: str) -> Message:
-    role = wire.role_of(item.role, _ROLES, param)
+    role = wire.model_role(item.role, _ROLES, param)
     param = f"{param}.content"
     if item.content is None:
         raise wire.bad_request(f"{param} must be text", param=param)
-    return Message(role, wire.text_of(item.content, param))
+    return Message(role, wire.content_text(item.content, param))
 
 
 def _tool_call(item: InputItem, param: str) -> ToolCall:
@@ -224,7 +224,7 @@ def _tool_result(item: InputItem, param: str, references: _References) -> Messag
     if item.type == CLIENT_TOOLS["shell"].result_type and not isinstance(output, str):
         text = "\n".join(_command_text(part) for part in output)
     else:
-        text = wire.text_of(output, f"{param}.output")
+        text = wire.content_text(output, f"{param}.output")
     if is_patch:
         text = "\n".join(part for part in (item.status, text) if part)
     return Message("tool", text, tool_call_id=call_id)

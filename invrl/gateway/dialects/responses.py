@@ -45,9 +45,9 @@ from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
 from invrl.gateway.dialects.dialect import (
-    AnswerStream,
     FindTurn,
     ParsedRequest,
+    ResponseParts,
     no_turn,
 )
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
@@ -65,12 +65,12 @@ from invrl.gateway.dialects.response_tools import (
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
-    AnswerStart,
     CallDelta,
     Delta,
     Message,
     Node,
     Piece,
+    ResponseStart,
     TurnRequest,
 )
 
@@ -222,7 +222,7 @@ class ResponsesDialect(OpenAIDialect):
             top_logprobs = body.top_logprobs
         thinking = None
         if body.reasoning is not None:
-            thinking = wire.thinking_of_effort(body.reasoning.effort)
+            thinking = wire.wants_thinking(body.reasoning.effort)
         turn = TurnRequest(
             messages=messages,
             tools=wire.check_tools(tools),
@@ -253,8 +253,8 @@ class ResponsesDialect(OpenAIDialect):
         return self._encode_response(request.presentation, answer)
 
     def stream(
-        self, request: ResponsesRequest, starts: Sequence[AnswerStart]
-    ) -> AnswerStream:
+        self, request: ResponsesRequest, starts: Sequence[ResponseStart]
+    ) -> ResponseParts:
         return _ResponseStream(self, request, starts[0])
 
     def retrieve(
@@ -279,8 +279,8 @@ class ResponsesDialect(OpenAIDialect):
                 raise unsupported("stream")
             if parameter == "include" and value == _LOGPROBS:
                 shows_logprobs = True
-        presentation = _Presentation(logprobs=shows_logprobs, echo=_echo_of(node))
-        return self._encode_response(presentation, _recorded_answer(node))
+        presentation = _Presentation(logprobs=shows_logprobs, echo=_recorded_echo(node))
+        return self._encode_response(presentation, _recorded_response(node))
 
     def logprobs(
         self, presentation: _Presentation, pieces: Sequence[Piece]
@@ -333,7 +333,7 @@ class ResponsesDialect(OpenAIDialect):
     def _encode_response(self, presentation: _Presentation, answer: Answer) -> bytes:
         output = ResponseOutput(answer.turn.id, presentation.tools)
         logprobs = self.logprobs(presentation, answer.pieces)
-        output.add(_delta_of(answer.message), logprobs)
+        output.add(_reply_delta(answer.message), logprobs)
         output.close(complete=_is_complete(answer))
         response = self.ended_response(presentation, answer, output)
         return msgspec.json.encode(response)
@@ -375,7 +375,7 @@ class _ResponseStream:
         self,
         dialect: ResponsesDialect,
         request: ResponsesRequest,
-        start: AnswerStart,
+        start: ResponseStart,
     ) -> None:
         self._dialect = dialect
         self._presentation = request.presentation
@@ -450,7 +450,7 @@ def _is_complete(answer: Answer) -> bool:
     return answer.turn.finish_reason == "stop"
 
 
-def _recorded_answer(node: Node) -> Answer:
+def _recorded_response(node: Node) -> Answer:
     """Return the answer of a recorded turn, in one piece."""
     turn = node.turn
     piece = Piece(
@@ -461,7 +461,7 @@ def _recorded_answer(node: Node) -> Answer:
     return Answer(turn=turn, message=node.messages[-1], pieces=(piece,))
 
 
-def _delta_of(message: Message) -> Delta:
+def _reply_delta(message: Message) -> Delta:
     calls = []
     for index, call in enumerate(message.tool_calls):
         delta = CallDelta(
@@ -509,7 +509,7 @@ def _echo(raw: bytes) -> Fields:
     return echo
 
 
-def _echo_of(node: Node) -> Fields:
+def _recorded_echo(node: Node) -> Fields:
     """Return the settings that a retrieved response repeats, if its record has them."""
     echo = dict(_ECHOED)
     echo["tools"] = [tool_fields(tool) for tool in node.tools]

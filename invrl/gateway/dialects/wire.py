@@ -178,7 +178,7 @@ def stop_strings(
     return tuple(stop)
 
 
-def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
+def model_role(role: str, roles: Mapping[str, str], param: str) -> str:
     """Return the model's name of a client's role, by the mapping `roles`."""
     if role not in roles:
         reason = f"{param}.role: {role!r} is not one of {', '.join(roles)}"
@@ -186,7 +186,7 @@ def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
     return roles[role]
 
 
-def text_of(content: str | Sequence[Part], param: str) -> str:
+def content_text(content: str | Sequence[Part], param: str) -> str:
     """Return the text of a message's content. Raises SessionError 400 for a part that
     is not text."""
     if isinstance(content, str):
@@ -295,7 +295,7 @@ def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
     return text
 
 
-def thinking_of_effort(effort: str | None) -> bool | None:
+def wants_thinking(effort: str | None) -> bool | None:
     """Whether a reasoning effort asks for thinking; None if the request has none."""
     if effort is None:
         return None

@@ -25,7 +25,7 @@ from invrl.user_code.model_folder import (
     read_optional_json,
     special_tokens,
 )
-from invrl.user_code.near_path import fix_of_path
+from invrl.user_code.near_path import path_fix
 
 _FOLDER = Path(__file__).parent / "templates"
 SHIPPED_TEMPLATES = {
@@ -131,7 +131,7 @@ def read_template(chat_template: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
-        fix = fix_of_path(file, fix, names=SHIPPED_TEMPLATES)
+        fix = path_fix(file, fix, names=SHIPPED_TEMPLATES)
         raise ConfigError(
             "gateway.chat_template_path", chat_template, str(error), fix
         ) from None

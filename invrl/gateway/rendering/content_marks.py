@@ -32,7 +32,7 @@ class ContentMarks:
     """Marks control tokens in contents."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        self._pattern = any_of(tokens)
+        self._pattern = any_token_pattern(tokens)
 
     def mark(self, value: Any) -> Any:
         """Return a JSON value with all its texts marked."""
@@ -57,7 +57,7 @@ class ContentMarks:
         return self._pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
 
-def any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
+def any_token_pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
     """Return an expression that finds the longest of the tokens; None if there are no
     tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)

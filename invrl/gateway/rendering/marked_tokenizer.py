@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Collection, Sequence
 
-from invrl.gateway.rendering.content_marks import MARK, any_of, without_marks
+from invrl.gateway.rendering.content_marks import MARK, any_token_pattern, without_marks
 from invrl.gateway.rendering.tokenizer import FastTokenizer
 
 
@@ -25,7 +25,7 @@ class MarkedTokenizer:
         self, tokenizer: FastTokenizer, control_tokens: Collection[str]
     ) -> None:
         self._tokenizer = tokenizer
-        self._pattern = any_of(control_tokens)
+        self._pattern = any_token_pattern(control_tokens)
         secret = secrets.token_hex(8)
         self._secret_texts: dict[str, str] = {}
         for number, token in enumerate(sorted(control_tokens)):

@@ -206,7 +206,7 @@ class Renderer:
             asked = self.text(before_reply)
             if not self._follows(asked, recorded):
                 return template_changed
-        end = self._end_of_recorded(full, recorded)
+        end = self._recorded_end(full, recorded)
         if end is None:
             return template_changed
         removed_thinking = self._removed_thinking(path, earlier.messages, full[:end])
@@ -367,7 +367,7 @@ class Renderer:
         """Remove thinking and all whitespace from a rendered text."""
         return without_thinking(text, self.end_of_turn)
 
-    def _end_of_recorded(self, full: str, recorded: str) -> int | None:
+    def _recorded_end(self, full: str, recorded: str) -> int | None:
         """Return where the recorded messages end in the rendering of all messages,
         which is before the end of their last turn; None if the full rendering differs
         from them."""
@@ -436,7 +436,7 @@ class Renderer:
     ) -> int:
         """Count ids like `_removed_thinking`, for a tokenizer whose marks of thinking
         are not single tokens."""
-        thoughts = [_thought_of(message) for message in messages]
+        thoughts = [_message_thinking(message) for message in messages]
         if not any(thoughts):
             return 0
         recorded = self.decode(path)
@@ -499,7 +499,7 @@ def _refusal(error: Exception) -> SessionError:
     return SessionError(reason, status=400, code="invalid_messages")
 
 
-def _thought_of(message: Message) -> str:
+def _message_thinking(message: Message) -> str:
     """Return the thinking of a message; some clients send it as a part of the
     content."""
     if message.reasoning:

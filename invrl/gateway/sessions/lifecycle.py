@@ -20,8 +20,8 @@ from invrl.errors import DiskFullError, SessionError
 from invrl.gateway.config import LateConfig, SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.sessions.answer_ids import turn_of_answer
 from invrl.gateway.sessions.number_checks import by_turn_id, check_numbers
+from invrl.gateway.sessions.response_ids import turn_id_from_response
 from invrl.gateway.sessions.rollout_summary import (
     failed,
     summarise,
@@ -93,7 +93,7 @@ class Lifecycle:
         earlier = self.registry.reopened(opening)
         if earlier:
             return await self._open_again(earlier)
-        now = self.registry.lived_time.now()
+        now = self.registry.awake_time.now()
         records = self.registry.open(opening, now=now, opened_at=time.time())
         # Before the commit: after it, other processes see the sessions in the store and
         # may end them.
@@ -174,8 +174,8 @@ class Lifecycle:
         turn, 409 once the session is closed."""
         reward = replace(
             reward,
-            turn=turn_of_answer(reward.turn),
-            branch=turn_of_answer(reward.branch),
+            turn=turn_id_from_response(reward.turn),
+            branch=turn_id_from_response(reward.branch),
         )
         turn_id = reward.turn or reward.branch
         if turn_id and not self._has_turn(record, turn_id):
@@ -244,7 +244,7 @@ class Lifecycle:
     async def expire_forever(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            await self.expire(self.registry.lived_time.now())
+            await self.expire(self.registry.awake_time.now())
 
     async def expire(self, now: float) -> None:
         """End the sessions whose time is up at `now` (lived seconds). They end
@@ -356,7 +356,7 @@ class Lifecycle:
             conversation = self.turns.conversation_to_close(member)
             turns += conversation.turns
             delivered.update(conversation.delivered)
-        now = self.registry.lived_time.now()
+        now = self.registry.awake_time.now()
         train_auxiliary = self.policy.train_auxiliary_roots
         if failure is not None:
             outcome: Outcome = failed(record, failure.reason, failure.detail)
@@ -395,7 +395,7 @@ class Lifecycle:
         deadline, which is stored again: the disk may have been full before."""
         if record.reward_deadline is None:
             deadline = RewardDeadline(
-                lived_s=now + deadline_s,
+                awake_s=now + deadline_s,
                 unix_s=time.time() + deadline_s,
             )
             self.registry.wait(record, deadline)

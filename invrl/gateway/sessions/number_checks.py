@@ -14,7 +14,7 @@ import numpy as np
 
 from invrl.errors import SessionError
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.sessions.answer_ids import turn_of_answer
+from invrl.gateway.sessions.response_ids import turn_id_from_response
 from invrl.types.extra_columns import (
     MAX_NUMBER,
     ExtraColumn,
@@ -35,10 +35,10 @@ def by_turn_id(extra: ExtraNumbers) -> ExtraNumbers:
     """Return the same numbers, with ids of turns instead of ids of replies."""
     turn_numbers: dict[str, dict[str, float]] = {}
     for name, numbers in extra.turn_numbers.items():
-        turn_numbers.setdefault(turn_of_answer(name), {}).update(numbers)
+        turn_numbers.setdefault(turn_id_from_response(name), {}).update(numbers)
     token_numbers: dict[str, dict[str, Sequence[float]]] = {}
     for name, columns in extra.token_numbers.items():
-        token_numbers.setdefault(turn_of_answer(name), {}).update(columns)
+        token_numbers.setdefault(turn_id_from_response(name), {}).update(columns)
     return ExtraNumbers(
         numbers=extra.numbers, turn_numbers=turn_numbers, token_numbers=token_numbers
     )
@@ -90,7 +90,7 @@ def _check_turn(
     field: str, turn: str, record: SessionRecord, sampled_tokens: Mapping[str, int]
 ) -> int:
     """Return the number of tokens that the turn sampled."""
-    num_sampled = sampled_tokens.get(turn_of_answer(turn))
+    num_sampled = sampled_tokens.get(turn_id_from_response(turn))
     if num_sampled is None:
         reason = f"session {record.session.id} has no turn {turn!r}"
         fix = "use the id of one of its answers; turns of a child session belong to that session"

@@ -175,9 +175,9 @@ def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutS
         forks=fork_counts.total(),
         counts=record.counts + fork_counts,
         started_at=record.opened_at,
-        finished_at=record.opened_at + now - record.lived_at_opening,
+        finished_at=record.opened_at + now - record.awake_at_opening,
         turn_rewards=rewards.of_turns,
-        branch_rewards=rewards.of_branches,
+        branch_rewards=rewards.of_trajectories,
         turn_levels=rewards.turn_levels,
         child_rewards=rewards.of_children,
         child_reward_from=rewards.children_take_from,
@@ -205,11 +205,11 @@ def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout
         forced = Counter[str]()
         for member in record.family():
             forced += member.forced
-        return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
-    return failed(record, FailureReason.EMPTY, _why_empty(turns))
+        return failed(record, FailureReason.CONSTRAINED, _explain_constraint(forced))
+    return failed(record, FailureReason.EMPTY, _count_untrained_tokens(turns))
 
 
-def _why_constrained(forced: Mapping[str, int]) -> str:
+def _explain_constraint(forced: Mapping[str, int]) -> str:
     """Explain a constrained session. `forced` counts requests by the field that forced
     their replies. It is empty after the gateway has restarted."""
     fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
@@ -220,7 +220,7 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
     )
 
 
-def _why_empty(turns: _SortedTurns) -> str:
+def _count_untrained_tokens(turns: _SortedTurns) -> str:
     """Count each sampled token under one reason. Tokens for which no other reason
     applies are under untrained roots."""
     if not turns.all:
@@ -281,7 +281,7 @@ class _FamilyRewards:
 
     final: float
     of_turns: Mapping[str, float]
-    of_branches: Mapping[str, float]
+    of_trajectories: Mapping[str, float]
     turn_levels: Mapping[str, str]
     of_children: Mapping[str, float]
     children_take_from: Mapping[str, str]
@@ -291,18 +291,18 @@ def _family_rewards(record: SessionRecord, turns: Sequence[Turn]) -> _FamilyRewa
     finals = dict(_final_rewards(record))
     own = finals.pop(record.session.id)
     of_turns: dict[str, float] = {}
-    of_branches: dict[str, float] = {}
+    of_trajectories: dict[str, float] = {}
     for member in record.family(finished=True):
         for turn_id, reward in member.turn_rewards.items():
             of_turns[turn_id] = reward.value
         for turn_id, reward in member.branch_rewards.items():
-            of_branches[turn_id] = reward.value
+            of_trajectories[turn_id] = reward.value
     levels = _levels(record, turns)
-    rewarded_turns = [*of_turns, *of_branches]
+    rewarded_turns = [*of_turns, *of_trajectories]
     return _FamilyRewards(
         final=own.value,
         of_turns=of_turns,
-        of_branches=of_branches,
+        of_trajectories=of_trajectories,
         turn_levels={
             turn_id: levels[turn_id] for turn_id in rewarded_turns if turn_id in levels
         },

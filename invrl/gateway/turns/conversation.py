@@ -22,12 +22,12 @@ from invrl.errors import SessionError
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.turns.generation import Generation
-from invrl.gateway.turns.recorded_answer import RecordedAnswer
+from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.types import Change, MatchLevel, Node
 from invrl.types.sessions import Sampling
 from invrl.types.turns import Turn
 
-AnswerSource = Generation | RecordedAnswer
+ResponseSource = Generation | RecordedResponse
 """Source of a client's answer."""
 
 
@@ -35,17 +35,17 @@ AnswerSource = Generation | RecordedAnswer
 class _RequestState:
     """Answers to one request, however often it was sent."""
 
-    pending: list[AnswerSource] = field(default_factory=list)
+    pending: list[ResponseSource] = field(default_factory=list)
     """Answers that no client has yet, in the order of their beginning."""
     undelivered: list[Node] = field(default_factory=list)
     """Recorded answers that reached no client and are not being sent to one."""
     failed: int = 0
     """Generations that ended without an answer and were not begun again since."""
-    delivered: AnswerSource | Node | None = None
+    delivered: ResponseSource | Node | None = None
     """Answer that a client got last. Not a node if the turn lacks some of what was
     shown."""
 
-    def unclaimed_answer(self) -> AnswerSource | Node | None:
+    def unclaimed_response(self) -> ResponseSource | Node | None:
         """Return a complete answer that reached no client and is not being sent to one;
         None if there is none."""
         for source in self.pending:
@@ -55,7 +55,7 @@ class _RequestState:
             return self.undelivered[0]
         return None
 
-    def repeated_answer(self) -> AnswerSource | Node | None:
+    def repeated_response(self) -> ResponseSource | Node | None:
         """Return the answer to a client that repeats the request. None if several equal
         requests are in flight, or one has failed: it is unknown which of them the
         client repeats, and if it got the answer of another client, one sample would
@@ -143,9 +143,9 @@ class Conversation:
             session.sampling, max_new_tokens=min(session.sampling.max_new_tokens, left)
         )
 
-    def existing_answer(
+    def existing_response(
         self, digest: str, *, retry: bool
-    ) -> AnswerSource | Node | None:
+    ) -> ResponseSource | Node | None:
         """Return the answer to this request without a new sample: an answer in flight
         that the client joins, or a recorded turn, which `repeat` sends again. None if
         the request must be sampled. `retry`: the client says that it repeats the
@@ -154,10 +154,10 @@ class Conversation:
         if request is None:
             return None
         self._update(request)
-        unclaimed = request.unclaimed_answer()
+        unclaimed = request.unclaimed_response()
         if unclaimed is not None or not retry:
             return unclaimed
-        return request.repeated_answer()
+        return request.repeated_response()
 
     def _update(self, request: _RequestState) -> None:
         """Update the request from its generations and turns."""
@@ -207,7 +207,7 @@ class Conversation:
         self._running = {other for other in self._running if other.running}
         self._running.add(generation)
 
-    def repeat(self, answer: RecordedAnswer) -> None:
+    def repeat(self, answer: RecordedResponse) -> None:
         """Add a recorded answer that is being sent again."""
         request = self._requests.setdefault(answer.digest, _RequestState())
         request.undelivered = [
@@ -215,7 +215,9 @@ class Conversation:
         ]
         request.pending.append(answer)
 
-    def keep_answer(self, source: AnswerSource, answer: AnswerSource | Node) -> None:
+    def keep_response(
+        self, source: ResponseSource, answer: ResponseSource | Node
+    ) -> None:
         """Keep a delivered answer. A retry will get it from `answer`."""
         request = self._requests.setdefault(source.digest, _RequestState())
         if source in request.pending:
@@ -224,7 +226,7 @@ class Conversation:
         if isinstance(source, Generation):
             self._running.discard(source)
 
-    def restore_answer(self, node: Node) -> None:
+    def restore_response(self, node: Node) -> None:
         """Add the answer of a turn that an earlier worker recorded. Call it in the
         order of the turns."""
         request = self._requests.setdefault(node.turn.request_digest, _RequestState())

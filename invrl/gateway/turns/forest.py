@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 from invrl.gateway.turns.fork_changes import (
     Difference,
-    calls_of,
     common_items,
     is_handoff,
     message_change,
     messages_change,
+    reply_calls,
     tools_change,
 )
 from invrl.gateway.turns.message_identity import digests, tools_digest
-from invrl.gateway.turns.moved_text import is_text_moved, put_text_back
+from invrl.gateway.turns.restored_text import is_text_moved, restore_text
 from invrl.gateway.turns.split_replies import join_split_replies, made_calls
 from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
 
@@ -75,7 +75,7 @@ example ones that its author wrote. It replaces nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Mended:
+class _RestoredRequest:
     """A request with replies as they were recorded. `position`: of the last of them
     that came back otherwise, in the request as it was sent; `recorded`: that reply."""
 
@@ -101,7 +101,7 @@ class _Replies:
     def add(self, node: Node) -> None:
         reply = node.messages[-1]
         if reply.tool_calls:
-            self._nodes[calls_of(reply)] = node
+            self._nodes[reply_calls(reply)] = node
             self._by_first_call[reply.tool_calls[0].id] = reply
             if reply.content:
                 made = made_calls(reply.tool_calls)
@@ -113,7 +113,7 @@ class _Replies:
         """Return the turn that made exactly the message's calls."""
         if message.role != "assistant" or not message.tool_calls:
             return None
-        return self._nodes.get(calls_of(message))
+        return self._nodes.get(reply_calls(message))
 
     def with_text(self, message: Message) -> list[Message]:
         """Return the replies with a text in addition to the calls of the message: first
@@ -367,7 +367,7 @@ class Forest:
         """Return the size of the node's whole text, or ids, if the prompt begins with
         it; 0 if not."""
         # of each node, because those of its children begin with it
-        text = self._text_of(node, decode)
+        text = self._node_text(node, decode)
         if isinstance(prompt, str):
             return len(text) if prompt.startswith(text) else 0
         sampled = tuple(node.turn.sampled_ids_T.tolist())
@@ -375,7 +375,7 @@ class Forest:
         same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
         return size if same_end and prompt[:size] == tuple(node.ids()) else 0
 
-    def _text_of(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
+    def _node_text(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
         """Return the whole text of a node's path. Its parent's must have been requested
         before."""
         text = self._texts.get(node.turn.id)
@@ -394,7 +394,7 @@ class Forest:
         as_sent = self._match(messages, tools)
         if as_sent.continues or self._level is not MatchLevel.REWRITTEN:
             return as_sent
-        mended = self._mend(messages)
+        mended = self._restore_replies(messages)
         if mended is None:
             return as_sent
         match = self._match(mended.messages, tools)
@@ -404,20 +404,20 @@ class Forest:
         change = self._change(position, mended.recorded, messages[position], tools)
         return replace(match, level=MatchLevel.REWRITTEN, change=change)
 
-    def _mend(self, messages: Sequence[Message]) -> _Mended | None:
+    def _restore_replies(self, messages: Sequence[Message]) -> _RestoredRequest | None:
         """The request with its replies as they were recorded, where they were split or
         their text was moved; None where they were not."""
         joined = join_split_replies(messages, self._replies.beginning_with)
-        mended: _Mended | None = None
+        mended: _RestoredRequest | None = None
         if joined is not None:
             messages = joined.messages
-            mended = _Mended(messages, joined.last, joined.recorded)
-        put_back = put_text_back(messages, self._replies.with_text)
+            mended = _RestoredRequest(messages, joined.last, joined.recorded)
+        put_back = restore_text(messages, self._replies.with_text)
         if put_back is not None:
             position = put_back.position
             if joined is not None:
                 position = joined.positions[position]
-            mended = _Mended(put_back.messages, position, put_back.recorded)
+            mended = _RestoredRequest(put_back.messages, position, put_back.recorded)
         return mended
 
     def _match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
@@ -436,7 +436,7 @@ class Forest:
         kept: Node | None = None
         is_continuation = node is not None and depth == reply_ends[-1]
         if not is_continuation and (self.size or self._interrupted):
-            departure = self._why_forked(messages, tools, reply_ends, depth)
+            departure = self._explain_fork(messages, tools, reply_ends, depth)
             fork = departure.reason
             change = departure.change
             kept = departure.kept
@@ -484,7 +484,7 @@ class Forest:
                 break
         return deepest, depth, deepest_level
 
-    def _why_forked(
+    def _explain_fork(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool],
@@ -652,7 +652,7 @@ def _begins(message: Message, reply: Message) -> bool:
     return (
         text != ""
         and reply.content.strip().startswith(text)
-        and calls_of(message) == calls_of(reply)[: len(message.tool_calls)]
+        and reply_calls(message) == reply_calls(reply)[: len(message.tool_calls)]
     )
 
 

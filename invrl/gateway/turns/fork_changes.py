@@ -26,7 +26,7 @@ def advice(reason: ForkReason, change: Change | None) -> str:
     return ADVICE[reason]
 
 
-def calls_of(message: Message) -> tuple[tuple[str, str], ...]:
+def reply_calls(message: Message) -> tuple[tuple[str, str], ...]:
     """Return the ids and names of the message's tool calls. At `MatchLevel.REWRITTEN`
     they identify a reply."""
     return tuple((call.id, call.name) for call in message.tool_calls)
@@ -63,7 +63,7 @@ def message_change(
         part=part,
         recorded=recorded_excerpt,
         sent=sent_excerpt,
-        level=_level_of_same_reply(recorded, sent, session_level, tools),
+        level=_same_reply_level(recorded, sent, session_level, tools),
     )
 
 
@@ -163,7 +163,7 @@ def _call_ids_text(message: Message) -> str:
     return ", ".join(call.id for call in message.tool_calls)
 
 
-def _level_of_same_reply(
+def _same_reply_level(
     recorded: Message, sent: Message, session_level: MatchLevel, tools: Sequence[Tool]
 ) -> MatchLevel | None:
     """Return the lowest level above the session's at which the two count as the same
@@ -180,7 +180,7 @@ def _is_same_reply(
     if (
         level is MatchLevel.REWRITTEN
         and recorded.tool_calls
-        and calls_of(recorded) == calls_of(sent)
+        and reply_calls(recorded) == reply_calls(sent)
     ):
         return True
     return (

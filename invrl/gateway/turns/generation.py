@@ -41,7 +41,7 @@ from invrl.gateway.rendering.replies.reply_parser import (
     join_deltas,
     reply_message,
 )
-from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
+from invrl.gateway.types import Answer, Delta, Message, Node, Piece, ResponseStart, Tool
 from invrl.host.output.traces import Attributes, SpanPlace, child_span
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.top_logprobs import TopLogprobs
@@ -175,8 +175,8 @@ class Generation:
         return self.proposal.digest
 
     @property
-    def start(self) -> AnswerStart:
-        return AnswerStart(
+    def start(self) -> ResponseStart:
+        return ResponseStart(
             turn_id=self.turn_id,
             created=self.started_at,
             prompt_tokens=len(self.proposal.request.input_ids_T),

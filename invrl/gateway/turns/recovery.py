@@ -63,4 +63,4 @@ def restore(
             continue
         nodes[turn.id] = node
         conversation.forest.add(node)
-        conversation.restore_answer(node)
+        conversation.restore_response(node)

@@ -29,11 +29,11 @@ from invrl.gateway.rendering.replies.parsers import Parsers
 from invrl.gateway.rendering.replies.reply_parser import ReplyParser
 from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.turns.conversation import AnswerSource, Conversation
+from invrl.gateway.turns.conversation import Conversation, ResponseSource
 from invrl.gateway.turns.generation import Generation, Proposal, Recorded, Sampler
 from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT, Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
-from invrl.gateway.turns.recorded_answer import RecordedAnswer
+from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.turns.recovery import restore
 from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
@@ -184,7 +184,7 @@ class Turns:
         conversation: Conversation,
         request: TurnRequest,
         prepared: Prepared | None = None,
-    ) -> tuple[AnswerSource, tuple[str, ...]]:
+    ) -> tuple[ResponseSource, tuple[str, ...]]:
         """Begin the turn that answers `request`, or find the answer if the request is a
         retry. Also returns what is overridden for the first time in this session.
         `prepared` is the result of `prepare`. Raises SessionError 400 if the request
@@ -202,7 +202,7 @@ class Turns:
         request = msgspec.structs.replace(
             request, tools=self._shared_tools.share(request.tools)
         )
-        existing = self._existing_answer(conversation, request)
+        existing = self._existing_response(conversation, request)
         if existing is not None:
             return existing, ()
         if prepared is None:
@@ -310,17 +310,17 @@ class Turns:
             top_recorded=top_recorded,
         )
 
-    def _existing_answer(
+    def _existing_response(
         self, conversation: Conversation, request: TurnRequest
-    ) -> AnswerSource | None:
+    ) -> ResponseSource | None:
         """Return the answer to a request that is a retry; None if it must be
         sampled."""
-        existing = conversation.existing_answer(request.digest, retry=request.retry)
+        existing = conversation.existing_response(request.digest, retry=request.retry)
         if existing is None:
             return None
         self.counts["retries_answered"] += 1
         if isinstance(existing, Node):
-            recorded = RecordedAnswer(existing)
+            recorded = RecordedResponse(existing)
             conversation.repeat(recorded)
             return recorded
         return existing
@@ -378,7 +378,7 @@ class Turns:
         work = partial(self.placer.count_tokens, conversation, request)
         return await self.threads.run(work, size=size, lock=conversation.matching)
 
-    def deliver(self, conversation: Conversation, source: AnswerSource) -> None:
+    def deliver(self, conversation: Conversation, source: ResponseSource) -> None:
         """Mark a completely sent answer as delivered: its turn may be trained."""
         source.delivered = True
         self._mark_delivered(conversation, source.turn_id)
@@ -391,9 +391,9 @@ class Turns:
             isinstance(source, Generation) and source.proposal.top_shown > 0
         )
         if node is None or has_top_logprobs:
-            conversation.keep_answer(source, source)
+            conversation.keep_response(source, source)
         else:
-            conversation.keep_answer(source, node)
+            conversation.keep_response(source, node)
 
     def _mark_delivered(self, conversation: Conversation, turn_id: str) -> None:
         if conversation.frozen:

@@ -12,7 +12,7 @@ def cache_folder() -> Path:
     return Path(root).expanduser() / "invrl" / "viewer"
 
 
-def folder_of_run(cache: Path, run: Path) -> Path:
+def run_cache_folder(cache: Path, run: Path) -> Path:
     """Return the folder for data computed from the run at this path."""
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]
     return cache / digest

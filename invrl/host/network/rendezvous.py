@@ -5,7 +5,7 @@ complete.
 torch's own rendezvous makes a store that listens on every interface without a key:
 anyone who reaches it can read, change and delete the ranks' messages. Here the store
 listens only on the given address (loopback if all processes are on one machine). Once
-the group is complete, `refuse_newcomers` admits nobody else, and `refuse_strangers`
+the group is complete, `refuse_new_connections` admits nobody else, and `refuse_unknown_connections`
 finds a stranger that connected earlier and is still connected, but not one that has
 left again. On GPUs, where groups connect when they are first used, neither is called.
 
@@ -95,7 +95,7 @@ def join_store(
     )
 
 
-def refuse_newcomers(listener: socket.socket) -> None:
+def refuse_new_connections(listener: socket.socket) -> None:
     """Make the kernel drop everything that arrives at the listening socket from now on,
     as if nobody listened. Existing connections continue.
 
@@ -107,7 +107,7 @@ def refuse_newcomers(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
 
-def refuse_strangers(listener: socket.socket, *, members: int) -> None:
+def refuse_unknown_connections(listener: socket.socket, *, members: int) -> None:
     """Raise TrainError if the store behind `listener` has more connections than the
     group has members.
 

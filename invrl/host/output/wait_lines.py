@@ -24,7 +24,7 @@ def overload() -> str:
 
 
 @contextmanager
-def tell_waits(
+def print_waits(
     awaited: Callable[[], str], *, interval_s: float = INTERVAL_S
 ) -> Iterator[None]:
     """Print every `interval_s` what the block waits for, in a thread, because the start

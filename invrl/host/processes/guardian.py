@@ -88,7 +88,7 @@ def guard(pid: int, mark: str) -> None:
     """Wait until process `pid` is gone, then end everything below it."""
     family: Family = {}
     with contextlib.suppress(psutil.NoSuchProcess):
-        _record_until_gone(psutil.Process(pid), family)
+        _track_descendants(psutil.Process(pid), family)
     # Descendants that appeared since the last scan: below the known ones, and below the
     # marked ones.
     for process in [*family.values(), *_marked(mark)]:
@@ -98,7 +98,7 @@ def guard(pid: int, mark: str) -> None:
     end_processes(family.values(), grace_s=_GRACE_S, kill_within_s=_GRACE_S)
 
 
-def _record_until_gone(watched: psutil.Process, family: Family) -> None:
+def _track_descendants(watched: psutil.Process, family: Family) -> None:
     """Keep `family` up to date while the watched process lives. Raises
     psutil.NoSuchProcess."""
     while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:

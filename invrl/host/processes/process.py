@@ -50,7 +50,9 @@ def still_running(
     """
     deadline = time.monotonic() + within_s
     while True:
-        remaining = [process for process in processes if state_of(process) != ENDED]
+        remaining = [
+            process for process in processes if process_state(process) != ENDED
+        ]
         if not remaining or time.monotonic() >= deadline:
             return remaining
         time.sleep(0.02)
@@ -68,7 +70,7 @@ def end_processes(
     return still_running(remaining, within_s=kill_within_s)
 
 
-def family_of(pid: int) -> list[psutil.Process]:
+def process_tree(pid: int) -> list[psutil.Process]:
     """Return process `pid` and everything below it; empty once it is gone."""
     try:
         root = psutil.Process(pid)
@@ -81,7 +83,7 @@ ENDED = "ended"
 STOPPED = psutil.STATUS_STOPPED
 
 
-def state_of(process: psutil.Process) -> str:
+def process_state(process: psutil.Process) -> str:
     """Return `ENDED` (also for a zombie), `STOPPED` (by SIGSTOP), or another of the
     kernel's states."""
     try:
@@ -241,7 +243,7 @@ class ServerProcess:
         if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
             self._process.close()
             return
-        family = family_of(self.pid)
+        family = process_tree(self.pid)
         if self.alive():
             self._process.terminate()
         remaining = end_processes(

@@ -21,7 +21,7 @@ from ray.exceptions import (
 )
 
 from invrl.errors import ActorDiedError, ActorSilentError
-from invrl.host.processes.lived_time import lived_wait
+from invrl.host.processes.awake_time import awake_wait
 from invrl.host.ray.actor_heartbeat import ActorHeartbeat, Pulse
 from invrl.host.ray.ray_memory import killed_for_memory
 
@@ -80,7 +80,7 @@ class ActorHandle(Generic[RoleT]):
             # cancellation of ours.
             answer = asyncio.wrap_future(reference.future())
             try:
-                done, _ = await lived_wait([answer], deadline_s)
+                done, _ = await awake_wait([answer], deadline_s)
             finally:
                 answer.cancel()
             if not done:

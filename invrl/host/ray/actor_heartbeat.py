@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import psutil
 
 from invrl.errors import ServerError
-from invrl.host.processes.lived_time import Stopwatch
+from invrl.host.processes.awake_time import Stopwatch
 
 _LOOKS_PER_TIMEOUT = 30
 _QUESTIONS_PER_TIMEOUT = 6

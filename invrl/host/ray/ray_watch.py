@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from invrl.host.processes import lifeline
+from invrl.host.processes.awake_time import Stopwatch
 from invrl.host.processes.lifeline import NoteKind
-from invrl.host.processes.lived_time import Stopwatch
 
 logger = logging.getLogger(__name__)
 _FAILURE_EXIT = 1
@@ -87,7 +87,7 @@ class RayWatch:
             poll.register(descriptor, select.POLLIN)
             while not self._stopped.is_set():
                 if poll.poll(1000 * _LOOK_INTERVAL_S):
-                    how = _how_it_ended(descriptor)
+                    how = _describe_end(descriptor)
                     return self._report(f"{process.name} (process {process.pid}) {how}")
         finally:
             os.close(descriptor)
@@ -133,7 +133,7 @@ def _answer(ask: Callable[[], object], answered: threading.Event) -> None:
             return
 
 
-def _how_it_ended(descriptor: int) -> str:
+def _describe_end(descriptor: int) -> str:
     """Describe how the process ended, without reaping it: Ray does that."""
     with contextlib.suppress(OSError):
         info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)

@@ -28,7 +28,7 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     `thinking_kept_tokens`, `control_tokens_as_text` and `forked_tokens` are the
     gateway's counts.
     """
-    rollouts = _rollouts_of(taken)
+    rollouts = _taken_rollouts(taken)
     return {
         **_reward_metrics(taken, rollouts),
         **_length_metrics(rollouts),
@@ -37,7 +37,7 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     }
 
 
-def _rollouts_of(taken: TakenBatch) -> list[RolloutSummary]:
+def _taken_rollouts(taken: TakenBatch) -> list[RolloutSummary]:
     return [rollout for group in taken.groups for rollout in group.rollouts_G]
 
 
@@ -226,7 +226,7 @@ def time_metrics(
         value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE
     ]
     metrics["step_s"] = Sum(sum(step_seconds))
-    rollouts = _rollouts_of(taken)
+    rollouts = _taken_rollouts(taken)
     if rollouts:
         first_start = min(rollout.started_at for rollout in rollouts)
         last_finish = max(rollout.finished_at for rollout in rollouts)

@@ -96,7 +96,7 @@ def best_first(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(
         samples,
         key=lambda sample: (
-            -reward_of(sample),
+            -finished_reward(sample),
             -(sample.newest_version or 0),
             sample.identity.index,
         ),
@@ -109,14 +109,14 @@ def worst_first(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(
         samples,
         key=lambda sample: (
-            reward_of(sample),
+            finished_reward(sample),
             -(sample.newest_version or 0),
             sample.identity.index,
         ),
     )
 
 
-def reward_of(sample: Sample) -> float:
+def finished_reward(sample: Sample) -> float:
     """Return the reward of a finished rollout, which always has one."""
     assert sample.reward is not None, (
         f"rollout {sample.identity.session_id} has no reward"
@@ -165,13 +165,13 @@ def _no_pair(group: Sequence[Sample], wanted: Wanted) -> NoCandidate | None:
 
 
 def _is_too_low(sample: Sample, wanted: Wanted) -> bool:
-    return wanted.min_reward is not None and reward_of(sample) < wanted.min_reward
+    return wanted.min_reward is not None and finished_reward(sample) < wanted.min_reward
 
 
 def _difference(group: Sequence[Sample]) -> float:
     """Return the difference between the best and the worst reward. `group`: the best
     first."""
-    return reward_of(group[0]) - reward_of(group[-1])
+    return finished_reward(group[0]) - finished_reward(group[-1])
 
 
 def _newest_version(group: Sequence[Sample]) -> int:

@@ -51,14 +51,14 @@ def sample_rollouts(
         with contextlib.closing(RunStore(store_path)) as store:
             for rollout in choose_rollouts(taken, count, step):
                 transcript = read_transcript(store, rollout.session_id)
-                rows.append(_row_of(step, rollout, transcript))
+                rows.append(_sampled_rollout(step, rollout, transcript))
     except Exception:
         logger.exception("the rollouts of step %d cannot be logged", step)
         return []
     return rows
 
 
-def _row_of(
+def _sampled_rollout(
     step: int, summary: RolloutSummary, transcript: Transcript
 ) -> SampledRollout:
     reason = "cut" if summary.truncated else ""

@@ -27,7 +27,7 @@ from invrl.types.sessions import Purpose, RolloutIdentity
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger.ledger import LedgerEntry
-    from invrl.buffer.ledger.ledger_store import KeptEntry
+    from invrl.buffer.ledger.ledger_store import StoredEntry
 
 _EVALUATION_PREFIX = "eval/"
 
@@ -66,12 +66,12 @@ def read_samples(
     """Return every ended rollout in the store at `path`, in the order in which they
     were opened. A repeated held-out rollout counts once, with its last attempt.
     `failure_rules`: the run's, for failures that count with a reward."""
-    fates = _read_fates(read_ledger(path))
+    fates = _read_ledger_states(read_ledger(path))
     samples: dict[tuple[str, int], Sample] = {}
     store = RunStore(path)
     try:
         for stored in store.ended_sessions():
-            sample = _sample_of(stored, fates, failure_rules)
+            sample = _make_sample(stored, fates, failure_rules)
             identity = sample.identity
             key = (identity.session_id, 0)
             if sample.purpose == "eval":
@@ -101,25 +101,27 @@ def failed_purposes(path: Path) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fate:
+class _LedgerState:
     """Fate of one rollout by the ledger."""
 
     state: str
     step: int | None = None
 
 
-def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
+def _read_ledger_states(
+    stored_entries: Iterable[StoredEntry],
+) -> Mapping[str, _LedgerState]:
     """Return the fate of each rollout whose session the ledger names, by session id.
     The last entry of the surviving lineage decides. A session that only lost entries
     name is lost."""
     session_ids: dict[Place, str] = {}
     """Session that last ended at a place of the surviving lineage."""
-    fates: dict[str, _Fate] = {}
-    for kept in kept_entries:
+    fates: dict[str, _LedgerState] = {}
+    for kept in stored_entries:
         entry = kept.entry
         if kept.lost:
             if entry.session_id:
-                fates.setdefault(entry.session_id, _Fate("lost"))
+                fates.setdefault(entry.session_id, _LedgerState("lost"))
             continue
         # Only the entry caused by an outcome names its session. Later entries of its
         # place belong to it.
@@ -127,11 +129,11 @@ def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
             session_ids[entry.place] = entry.session_id
         session_id = session_ids.get(entry.place)
         if session_id is not None:
-            fates[session_id] = _fate_after(entry, fates.get(session_id))
+            fates[session_id] = _state_after(entry, fates.get(session_id))
     return fates
 
 
-def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
+def _state_after(entry: LedgerEntry, previous: _LedgerState | None) -> _LedgerState:
     """Return the fate of a rollout with this entry; `previous`: with the entry before
     it."""
     state = str(entry.state)
@@ -142,12 +144,12 @@ def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
         step = entry.batch_id + 1  # batches are numbered from 0, steps from 1
     elif entry.reason is DropReason.NOT_TRAINED and previous is not None:
         step = previous.step  # it was taken for this step, in a run without a trainer
-    return _Fate(state, step)
+    return _LedgerState(state, step)
 
 
-def _sample_of(
+def _make_sample(
     stored: StoredSession,
-    fates: Mapping[str, _Fate],
+    fates: Mapping[str, _LedgerState],
     rules: Mapping[FailureReason, FailureRule],
 ) -> Sample:
     session = stored.session
@@ -157,12 +159,12 @@ def _sample_of(
     if session.purpose == "train":
         fate = fates.get(session.id)
         if fate is None:
-            fate = _fate_before_ledger(outcome)
+            fate = _state_before_ledger(outcome)
     elif session.purpose == "eval":
         step, evaluation = parse_evaluation(session.group_id, session.task_id)
-        fate = _Fate("evaluated", step)
+        fate = _LedgerState("evaluated", step)
     else:
-        fate = _Fate("served")
+        fate = _LedgerState("served")
     sample = Sample(
         identity=session.identity,
         purpose=session.purpose,
@@ -188,12 +190,12 @@ def _sample_of(
     return _with_counts(sample, outcome.partial)
 
 
-def _fate_before_ledger(outcome: Outcome) -> _Fate:
+def _state_before_ledger(outcome: Outcome) -> _LedgerState:
     """Return the fate of a rollout that has just ended: the ledger has no entry for it
     yet."""
     if isinstance(outcome, FailedRollout):
-        return _Fate("failed")
-    return _Fate("finished")
+        return _LedgerState("failed")
+    return _LedgerState("finished")
 
 
 def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
@@ -245,15 +247,15 @@ def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
 
 def trained_steps(samples: Iterable[Sample]) -> list[int]:
     """Return the steps of the training rollouts, in order."""
-    return _steps_of(samples, "train")
+    return _steps_with_purpose(samples, "train")
 
 
 def evaluated_steps(samples: Iterable[Sample]) -> list[int]:
     """Return the steps that an evaluation came after, in order."""
-    return _steps_of(samples, "eval")
+    return _steps_with_purpose(samples, "eval")
 
 
-def _steps_of(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
+def _steps_with_purpose(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
     steps = {
         sample.step
         for sample in samples

@@ -130,7 +130,7 @@ def _describe_facts(sample: Sample) -> str:
     facts = [_describe_reward(sample)]
     if sample.identity.attempt:
         facts.append(f"attempt {sample.identity.attempt}")
-    facts.append(_describe_fate(sample))
+    facts.append(_describe_ledger_state(sample))
     if sample.newest_version is not None:
         versions = str(sample.newest_version)
         if sample.oldest_version != sample.newest_version:
@@ -157,7 +157,7 @@ def _describe_reward(sample: Sample) -> str:
     return text
 
 
-def _describe_fate(sample: Sample) -> str:
+def _describe_ledger_state(sample: Sample) -> str:
     """Describe the step that a rollout belongs to, and its fate."""
     if sample.step is None:
         return sample.state

@@ -22,7 +22,7 @@ def can_draw_blocks(encoding: str | None) -> bool:
     return True
 
 
-def columns_of(values: Sequence[float], width: int) -> list[float]:
+def downsample(values: Sequence[float], width: int) -> list[float]:
     """Return at most `width` values: each the mean of equally many, in order."""
     finite = [value for value in values if math.isfinite(value)]
     if width <= 0:
@@ -36,7 +36,7 @@ def columns_of(values: Sequence[float], width: int) -> list[float]:
 def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> str:
     """Draw one row, at most `width` letters wide. The lowest value gets the lowest
     visible letter."""
-    columns = columns_of(values, width)
+    columns = downsample(values, width)
     if not columns:
         return ""
     low, high = min(columns), max(columns)
@@ -58,7 +58,7 @@ def block_chart(
 ) -> list[str]:
     """Draw bars from `low` to each value, as rows from top to bottom. A value at `low`
     still shows a line. `width`: of the chart; fewer values make wider bars."""
-    columns = columns_of(values, width)
+    columns = downsample(values, width)
     if not columns or height <= 0:
         return []
     repeat = max(1, min(4, width // len(columns)))

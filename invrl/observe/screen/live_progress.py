@@ -67,7 +67,7 @@ class ShownRun:
     failed: Mapping[str, int] = field(default_factory=dict)
     ended_at: float | None = None
 
-    def seconds_left(self, now: float) -> float | None:
+    def remaining_seconds(self, now: float) -> float | None:
         """Estimate the seconds of the remaining steps from the last ones. None before
         the first step of this incarnation has ended."""
         if not self.step_seconds or self.step_ended_at is None:
@@ -122,7 +122,7 @@ class LiveProgress(Sink):
         self._live.start()
 
     @property
-    def shows_awaited(self) -> bool:
+    def shows_waits(self) -> bool:
         return True
 
     def phase(self, name: str, step: int) -> None:
@@ -215,7 +215,7 @@ def _bar_line(run: ShownRun, now: float, width: int, *, draws_blocks: bool) -> T
 def _time_text(run: ShownRun, now: float) -> str:
     if run.ended_at is not None:
         return f"{duration(run.ended_at - run.began_at)} in all"
-    seconds = run.seconds_left(now)
+    seconds = run.remaining_seconds(now)
     if seconds is None:
         return "time left: unknown"
     if run.steps_made >= run.num_steps:

@@ -24,7 +24,7 @@ from invrl.observe.metrics.metric_curves import (
     curve,
     eval_names,
 )
-from invrl.observe.screen.charts import BLOCKS, block_chart, columns_of
+from invrl.observe.screen.charts import BLOCKS, block_chart, downsample
 from invrl.observe.screen.step_text import format_number
 from invrl.observe.sinks.phases import waited_for
 from invrl.observe.status.run_status import RunStatus
@@ -136,7 +136,7 @@ def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     height = max(3, min(8, size.height // 5))
     rows = block_chart(rewards, width, height, low=low, high=high, blocks=size.blocks)
     title = f"reward {format_number(rewards[0])} -> {format_number(rewards[-1])}"
-    if len(columns_of(rewards, width)) < len(rewards):
+    if len(downsample(rewards, width)) < len(rewards):
         title += f" (a column is {len(rewards) / width:.1f} steps)"
     lines: list[RenderableType] = [_title(title, size)]
     for index, row in enumerate(rows):

@@ -47,7 +47,7 @@ class Sink:
     """One destination. Its methods may raise; those of `RunObserver` do not."""
 
     @property
-    def shows_awaited(self) -> bool:
+    def shows_waits(self) -> bool:
         """Whether it uses `awaits`."""
         return False
 
@@ -309,8 +309,8 @@ class RunObserver(Sink):
         self._call_each(lambda sink: sink.phase(name, step))
 
     @property
-    def shows_awaited(self) -> bool:
-        return any(sink.shows_awaited for sink in self._sinks)
+    def shows_waits(self) -> bool:
+        return any(sink.shows_waits for sink in self._sinks)
 
     def awaits(self, text: str) -> None:
         self._call_each(lambda sink: sink.awaits(text))

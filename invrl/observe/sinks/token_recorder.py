@@ -70,11 +70,11 @@ def trained_turns(
     turns: list[TrainedTurn] = []
     for sample, record in zip(batch.samples, records, strict=True):
         if record is not None:
-            turns += _turns_of_row(sample, record)
+            turns += _sample_turns(sample, record)
     return turns
 
 
-def _turns_of_row(sample: TrainSample, record: TokenRecord) -> list[TrainedTurn]:
+def _sample_turns(sample: TrainSample, record: TokenRecord) -> list[TrainedTurn]:
     mask_T = sample.loss_mask_T
     advantages_T = np.zeros(len(mask_T), np.float32)
     advantages_T[mask_T] = record.advantages_N

@@ -15,7 +15,7 @@ from typing import Protocol
 from invrl.buffer.groups.wait_report import WaitReport, shown_rewards
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks.sinks import Sink
-from invrl.store.run_store import WaitsOutside
+from invrl.store.run_store import ExternalWaits
 
 logger = logging.getLogger(__name__)
 MESSAGE_INTERVAL_S = 30.0
@@ -198,7 +198,7 @@ def _describe_longest_wait(report: WaitReport, deadlines: Deadlines) -> str:
     return f"{text}; a rollout fails after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
 
 
-def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
+def _describe_environments(outside: ExternalWaits, deadlines: Deadlines) -> str:
     """Describe the environments that the run waits for, if it does not run the rollouts
     itself."""
     parts: list[str] = []
@@ -218,7 +218,7 @@ def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
     return "; ".join(parts)
 
 
-def _describe_silent_sessions(outside: WaitsOutside, deadlines: Deadlines) -> str:
+def _describe_silent_sessions(outside: ExternalWaits, deadlines: Deadlines) -> str:
     named = outside.sessions[:_MAX_SESSIONS_NAMED]
     silent = ", ".join(
         f"{session.session_id} for {session.silent_s:.0f} s" for session in named

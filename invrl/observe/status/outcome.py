@@ -54,7 +54,7 @@ def outcome_line(
     return "; ".join([*changes, ending])
 
 
-def telling_metrics(names: Iterable[str]) -> list[str]:
+def outcome_metrics(names: Iterable[str]) -> list[str]:
     """Return the metrics that `outcome_line` reads."""
     return [name for name in names if name in _CHANGES or _ACCURACY.fullmatch(name)]
 

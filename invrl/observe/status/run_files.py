@@ -19,7 +19,7 @@ from invrl.observe.metrics.trained_and_asked import (
     SELECTION_METRICS,
     trained_and_asked,
 )
-from invrl.observe.status.outcome import outcome_line, telling_metrics
+from invrl.observe.status.outcome import outcome_line, outcome_metrics
 from invrl.store.run_folder import RunFolder
 
 State = Literal["running", "ended", "failed", "interrupted"]
@@ -108,7 +108,7 @@ class RunFiles:
             step=self.metrics.last_step,
             num_steps=self.num_steps(),
             report=self.folder.report_path,
-            series=self.metrics.series(telling_metrics(self.metrics.names())),
+            series=self.metrics.series(outcome_metrics(self.metrics.names())),
             log_end=self.log_end() if state == "failed" else "",
         )
 

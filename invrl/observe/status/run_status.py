@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from invrl.errors import DamagedFileError, RunStoreError
-from invrl.host.files.cache_folder import cache_folder, folder_of_run
+from invrl.host.files.cache_folder import cache_folder, run_cache_folder
 from invrl.observe.status.run_files import Phase, RunFiles, State
 from invrl.store.metrics_file import MetricsRow
 from invrl.store.read_only_store import ReadOnlyStore
@@ -59,7 +59,7 @@ class RunReader(RunFiles):
     def __init__(self, folder: RunFolder) -> None:
         super().__init__(folder)
         self._store = ReadOnlyStore(
-            folder.store_path, folder_of_run(cache_folder(), folder.path)
+            folder.store_path, run_cache_folder(cache_folder(), folder.path)
         )
         self._failed: Counter[str] = Counter()
         self._failures: list[Failure] = []

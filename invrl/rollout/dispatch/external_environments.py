@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from invrl.errors import UnsendableTaskError
 from invrl.host.files.disk_waits import written_in_thread
-from invrl.host.processes.lived_time import LivedTime
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.interfaces import Buffer
 from invrl.rollout.dispatch.dispatcher import Scheduler
 from invrl.rollout.workers.session_client import SessionClient
@@ -41,14 +41,14 @@ class ExternalDispatcher(Scheduler):
         sessions: SessionClient,
         *,
         timeout_s: float,
-        lived_time: LivedTime | None = None,
+        awake_time: AwakeClock | None = None,
     ) -> None:
         super().__init__(buffer)
         self._leases = leases
         self._store = store
         self._sessions = sessions
         self._timeout_s = timeout_s
-        self._lived_time = lived_time or LivedTime()
+        self._awake_time = awake_time or AwakeClock()
         self._taken_since: dict[Place, float] = {}
         """Time at which each lease without a session was first seen as taken, in lived
         seconds."""
@@ -71,7 +71,7 @@ class ExternalDispatcher(Scheduler):
 
     def _overdue(self, taken: Sequence[Place]) -> list[Place]:
         """Return taken leases without a session that were seen so for `timeout_s`."""
-        now = self._lived_time.now()
+        now = self._awake_time.now()
         self._taken_since = {
             place: self._taken_since.get(place, now) for place in taken
         }

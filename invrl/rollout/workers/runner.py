@@ -28,7 +28,7 @@ import numpy as np
 
 from invrl.errors import DeadlineError, SessionError
 from invrl.host.output.masked_keys import SESSION_KEY_HIDDEN, without_session_keys
-from invrl.host.processes.lived_time import lived_wait
+from invrl.host.processes.awake_time import awake_wait
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.rollout.workers.advice import advice_on
 from invrl.rollout.workers.rewards import (
@@ -144,7 +144,7 @@ class Runner:
         call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
-            await lived_wait(
+            await awake_wait(
                 {call, drop}, self._timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         except asyncio.CancelledError:
@@ -253,14 +253,14 @@ class Runner:
             # a cancellation ends this wait and leaves the future as it is
             await asyncio.wait({finished})
         except asyncio.CancelledError:
-            raise _ThreadGoesOn(_stack_of(thread)) from None
+            raise _ThreadGoesOn(_thread_stack(thread)) from None
         value = finished.result()
         if isinstance(value, _Raised):
             raise value.error
         return value
 
 
-def _stack_of(thread: threading.Thread) -> str:
+def _thread_stack(thread: threading.Thread) -> str:
     """Return the innermost frames of a running thread, or "" if it has none."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
@@ -283,10 +283,10 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
             reason = _call_failure(cause) or reason
         elif _is_request_to(gateway_origins, cause):
             reason = _request_failure(cause) or reason
-    return Failure(reason=reason, detail=_traceback_of(error))
+    return Failure(reason=reason, detail=_format_traceback(error))
 
 
-def _traceback_of(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except Exception:  # an exception's own __str__ is user code too

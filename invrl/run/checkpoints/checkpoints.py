@@ -350,7 +350,7 @@ class Checkpoints:
         await _in_thread(self._publish_model, unfinished, final, step, written)
         return final
 
-    def model_of(self, step: int) -> Path:
+    def saved_model_folder(self, step: int) -> Path:
         """Return the folder of a saved step's weights: in its checkpoint, or
         standalone."""
         checkpoint = Checkpoint(

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from invrl.run.checkpoints.checkpoint import Checkpoint
 from invrl.run.checkpoints.checkpoints import Checkpoints
-from invrl.run.checkpoints.store_check import check_store, check_store_of
-from invrl.store.batch_file import put_lost_aside
+from invrl.run.checkpoints.store_check import check_checkpoint_store, check_store
+from invrl.store.batch_file import rename_lost_batches
 from invrl.store.run_folder import RunFolder
 
 
@@ -59,7 +59,7 @@ def find_start(
     metrics_finding = folder.rewind_metrics(step)
     if metrics_finding:
         findings.append(metrics_finding)
-    renamed = put_lost_aside(folder.rollout_data_path, after_step=step)
+    renamed = rename_lost_batches(folder.rollout_data_path, after_step=step)
     if renamed:
         names = ", ".join(path.name for path in renamed)
         findings.append(f"batches of a lost incarnation are renamed: {names}")
@@ -80,7 +80,7 @@ def check_store_at(start: Start, folder: RunFolder) -> None:
     Raises DamagedFileError."""
     snapshot = start.read_snapshot()
     if start.checkpoint is not None and snapshot is not None:
-        check_store_of(folder.store_path, start.checkpoint.path, snapshot)
+        check_checkpoint_store(folder.store_path, start.checkpoint.path, snapshot)
     elif folder.store_path.exists():
         check_store(folder.store_path)
 

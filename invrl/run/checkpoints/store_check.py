@@ -36,7 +36,7 @@ def check_store(path: Path) -> None:
         pass
 
 
-def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
+def check_checkpoint_store(path: Path, checkpoint: Path, snapshot: bytes) -> None:
     """Check that the store is undamaged and holds what the snapshot of this checkpoint
     names. Raises DamagedFileError."""
     fix = f"{_RESTORE}, or {_ANEW} {checkpoint}"

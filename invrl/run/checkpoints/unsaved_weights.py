@@ -69,7 +69,7 @@ async def save_unsaved_weights(
             checkpoints.clear_partial()
         note(f"the newest weights could not be saved: {_reason(error, timeout_s)}")
     if checkpoints.saved_step is not None:
-        keep_model(checkpoints.model_of(checkpoints.saved_step))
+        keep_model(checkpoints.saved_model_folder(checkpoints.saved_step))
         note(_describe_weights(checkpoints, checkpoints.saved_step))
 
 
@@ -109,7 +109,7 @@ def _reason(error: Exception, timeout_s: float) -> str:
 
 def _describe_weights(checkpoints: Checkpoints, step: int) -> str:
     """Describe where the weights of a step are, and how to use them."""
-    model = checkpoints.model_of(step)
+    model = checkpoints.saved_model_folder(step)
     latest = checkpoints.latest()
     resume = "there is no checkpoint to resume from"
     if latest is not None:

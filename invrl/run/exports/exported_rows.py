@@ -14,7 +14,7 @@ from invrl.datasets.recorded_rows import (
     INEXACT,
     TRUE,
     Fidelity,
-    RecordedBranch,
+    RecordedTrajectory,
     RestoredRow,
     fits_pair,
     pair_fields,
@@ -24,11 +24,11 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.observe.samples.best_samples import (
     Candidates,
     Wanted,
-    reward_of,
+    finished_reward,
     worst_first,
 )
 from invrl.observe.samples.samples import Sample
-from invrl.run.exports.recorded_branches import recorded_branches
+from invrl.run.exports.recorded_trajectories import recorded_trajectories
 from invrl.store.run_store import RunStore
 from invrl.types.tasks import Json
 
@@ -38,9 +38,7 @@ _NOTHING_TRAINED = "nothing of it may be trained"
 _BETWEEN = "neither the best nor the worst of its group"
 _NO_OTHER_SIDE = "no rollout of its group can be the other side of a pair"
 _OTHER_PROMPT = "it answers another prompt than the chosen rollout of its group"
-_SEVERAL_ROWS = (
-    "it has several branches, or replies that are not trained, and a pair has neither"
-)
+_SEVERAL_ROWS = "it has several trajectories, or replies that are not trained, and a pair has neither"
 _PROGRESS_S = 10.0
 """Seconds between two reports."""
 
@@ -97,9 +95,7 @@ class ExportedRows:
         """Yield rows task by task, in the order in which the tasks first appeared. The
         report is complete at the end."""
         last_note = time.monotonic()
-        of_task = (
-            self._pairs_of_task if self.options.pairs else self._conversations_of_task
-        )
+        of_task = self._task_pairs if self.options.pairs else self._task_conversations
         for number, lists in enumerate(candidates.by_task.values()):
             if time.monotonic() - last_note > _PROGRESS_S:
                 self.note(
@@ -116,7 +112,7 @@ class ExportedRows:
 
     # ------------------------------------------------------------- conversations
 
-    def _conversations_of_task(
+    def _task_conversations(
         self, lists: Sequence[Sequence[Sample]]
     ) -> Iterator[dict[str, Json]]:
         """`lists`: one rollout each."""
@@ -125,17 +121,17 @@ class ExportedRows:
             if self._is_enough(len(written)):
                 self.report.left_out[_NOT_AMONG_BEST] += 1
                 continue
-            branches = recorded_branches(self.store, sample.identity.session_id)
-            tokens = tuple(branch.tokens_T.tobytes() for branch in branches)
+            trajectories = recorded_trajectories(self.store, sample.identity.session_id)
+            tokens = tuple(trajectory.tokens_T.tobytes() for trajectory in trajectories)
             if tokens in written:
                 self.report.left_out[_SAME_TOKENS] += 1
                 continue
-            rows = self._restore(branches)
+            rows = self._restore(trajectories)
             if not rows:
                 continue
             written.add(tokens)
             self.report.rollouts += 1
-            self.report.rewards.append(reward_of(sample))
+            self.report.rewards.append(finished_reward(sample))
             for row in rows:
                 self.report.rows += 1
                 self.report.fidelities[row.fidelity] += 1
@@ -143,24 +139,24 @@ class ExportedRows:
                     **row.fields,
                     **self._label(sample),
                     **_origin(sample),
-                    "reward": reward_of(sample),
+                    "reward": finished_reward(sample),
                 }
 
     def _label(self, sample: Sample) -> dict[str, Json]:
         if self.options.label_from is None:
             return {}
-        is_good = reward_of(sample) >= self.options.label_from
+        is_good = finished_reward(sample) >= self.options.label_from
         self.report.labels[is_good] += 1
         return {"label": is_good}
 
-    def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
+    def _restore(self, trajectories: Sequence[RecordedTrajectory]) -> list[RestoredRow]:
         """Return the rows of a rollout. If one of them cannot be written, return none,
         and count the rollout as left out."""
-        if not branches:
+        if not trajectories:
             self.report.left_out[_NOTHING_TRAINED] += 1
         rows: list[RestoredRow] = []
-        for branch in branches:
-            row = restore(self.renderer, branch)
+        for trajectory in trajectories:
+            row = restore(self.renderer, trajectory)
             if row.fidelity not in TRUE and not (
                 self.options.inexact and row.fidelity in INEXACT
             ):
@@ -173,7 +169,7 @@ class ExportedRows:
 
     # ------------------------------------------------------------- pairs
 
-    def _pairs_of_task(
+    def _task_pairs(
         self, lists: Sequence[Sequence[Sample]]
     ) -> Iterator[dict[str, Json]]:
         """`lists`: groups, each with its best rollout first."""
@@ -191,9 +187,9 @@ class ExportedRows:
         """Return the group's best rollout that can be written, and the worst one with
         the same prompt. Every rollout of the group is counted."""
         unused = {sample.identity.session_id for sample in group}
-        lowest = reward_of(group[-1])
+        lowest = finished_reward(group[-1])
         for sample in group:
-            if reward_of(sample) == lowest or self._is_too_low(sample):
+            if finished_reward(sample) == lowest or self._is_too_low(sample):
                 break
             unused.remove(sample.identity.session_id)
             chosen = self._side(sample)
@@ -220,7 +216,7 @@ class ExportedRows:
         """Return the fields of the pair; None if no rollout of the group can be its
         rejected side. Rollouts that are used or counted are removed from `unused`."""
         for sample in worst_first(group):
-            if reward_of(sample) >= reward_of(best):
+            if finished_reward(sample) >= finished_reward(best):
                 return None
             unused.discard(sample.identity.session_id)
             rejected = self._side(sample)
@@ -232,25 +228,27 @@ class ExportedRows:
                 continue
             self.report.rows += 1
             self.report.rollouts += 2
-            self.report.rewards.append(reward_of(best))
+            self.report.rewards.append(finished_reward(best))
             self.report.fidelities.update([chosen.fidelity, rejected.fidelity])
             return {
                 **fields,
                 **_origin(best),
                 "rejected_rollout_id": sample.identity.session_id,
-                "reward": reward_of(best),
-                "rejected_reward": reward_of(sample),
+                "reward": finished_reward(best),
+                "rejected_reward": finished_reward(sample),
             }
         return None
 
     def _is_too_low(self, sample: Sample) -> bool:
         min_reward = self.options.wanted.min_reward
-        return min_reward is not None and reward_of(sample) < min_reward
+        return min_reward is not None and finished_reward(sample) < min_reward
 
     def _side(self, sample: Sample) -> RestoredRow | None:
         """Return the only row of a rollout, as a side of a pair. If it cannot be one,
         count it and return None."""
-        rows = self._restore(recorded_branches(self.store, sample.identity.session_id))
+        rows = self._restore(
+            recorded_trajectories(self.store, sample.identity.session_id)
+        )
         if not rows:
             return None
         if len(rows) > 1 or not fits_pair(rows[0]):

@@ -24,8 +24,8 @@ def load_run_data(config: Config) -> Dataset:
     folder = config.model.folder
     shape = read_hf_config(folder)
     max_tokens = shape.max_position_embeddings
-    if config.train.max_row_tokens:
-        max_tokens = min(max_tokens, config.train.max_row_tokens)
+    if config.train.max_sample_tokens:
+        max_tokens = min(max_tokens, config.train.max_sample_tokens)
     model = ModelText(
         folder=folder,
         vocab_size=shape.vocab_size,

@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from invrl.algorithms.advantages.advantage_rules import advantage_rules
 from invrl.algorithms.advantages.advantages import configured_advantage
-from invrl.algorithms.advantages.credit import credit_rules
 from invrl.algorithms.objectives.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.process.buffer_handle import BufferHandle
@@ -72,9 +72,13 @@ from invrl.run.loop.step_traces import StepTraces
 from invrl.run.loop.teacher import Teacher, open_teacher
 from invrl.run.loop.verification_socket import answer_verifications
 from invrl.run.loop.weight_updater import create_weight_updater
-from invrl.run.processes.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.processes.phase_progress import (
+    PhaseProgress,
+    StartingParts,
+    rollouts_text,
+)
 from invrl.run.processes.process_samples import sample_processes
 from invrl.run.processes.served_metrics import ServedMetrics
 from invrl.run.processes.tokenizer import keep_tokenizer
@@ -128,7 +132,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     observer = RunObserver(
         [*sinks, open_progress(config.run.log.progress, num_steps, rows)]
     )
-    awaited = AwaitedWork(observer, phase)
+    awaited = PhaseProgress(observer, phase)
     shown = ExitStack()
     shown.enter_context(incidents_shown(observer.note))
     try:  # the display must restore the terminal in any case
@@ -201,7 +205,7 @@ class _TrainingRun:
     observer: RunObserver
     phase: CurrentPhase
     start: Start
-    awaited: AwaitedWork
+    awaited: PhaseProgress
     metrics: ServedMetrics
     traces: Traces | None
 
@@ -215,7 +219,7 @@ class _TrainingRun:
         self.folder.finished_path.unlink(missing_ok=True)
         await asyncio.to_thread(check_store_at, self.start, self.folder)
         abandon_open_sessions(self.folder.store_path)
-        starting = PartsStarting()
+        starting = StartingParts()
         self.awaited.questions["starting"] = starting.text
         async with (
             in_background(self.awaited.report()),
@@ -225,7 +229,7 @@ class _TrainingRun:
             ) as cluster,
             AsyncExitStack() as stack,
         ):
-            self._ask_of(cluster)
+            self._make_phase_progress(cluster)
             stack.enter_context(
                 self.metrics.of_serving(cluster.serving, cluster.trainer)
             )
@@ -309,7 +313,7 @@ class _TrainingRun:
             ),
         )
 
-    def _ask_of(self, cluster: Cluster) -> None:
+    def _make_phase_progress(self, cluster: Cluster) -> None:
         """Register the queries of the live display about what a phase waits for."""
         group_size = self.config.rollout.n_samples_per_prompt
         questions = self.awaited.questions
@@ -437,7 +441,7 @@ class _TrainingRun:
             baseline=self.config.buffer.turn_rewards.baseline,
             use=self.config.buffer.turn_rewards.use,
             extra_columns=self.config.gateway.session.declared_columns.values(),
-            rules=credit_rules(
+            rules=advantage_rules(
                 self.config.algorithm,
                 self.config.rollout.max_new_tokens,
                 success_reward=self.config.buffer.success_reward,

@@ -31,9 +31,9 @@ from invrl.run.checkpoints.unsaved_weights import (
 )
 from invrl.run.incarnations.data import check_unchanged
 from invrl.run.loop.loop import step_notes, train_values
-from invrl.run.processes.awaited_work import AwaitedWork, PartsStarting
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import start_trainer
+from invrl.run.processes.phase_progress import PhaseProgress, StartingParts
 from invrl.run.processes.process_samples import sample_memory
 from invrl.run.settings.config import Config
 from invrl.store.batch_file import batch_path, save_batch
@@ -54,7 +54,7 @@ async def train_on_data(
     observer: RunObserver,
     start: Start,
     data: Dataset,
-    awaited: AwaitedWork,
+    awaited: PhaseProgress,
 ) -> None:
     """Make the steps after `start`, with the held-out loss before and after them, and
     save checkpoints. SGLang need not be installed. Raises InvrlError with the cause of
@@ -67,7 +67,7 @@ async def train_on_data(
     started_at = time.monotonic()
     observer.phase("starting", 0)
     folder.finished_path.unlink(missing_ok=True)
-    starting = PartsStarting()
+    starting = StartingParts()
     awaited.questions["starting"] = starting.text
     async with (
         in_background(awaited.report()),

@@ -4,7 +4,7 @@ saved."""
 import asyncio
 from pathlib import Path
 
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
 from invrl.host.processes import interrupts
 from invrl.observe.sinks.sinks import RunObserver
@@ -77,22 +77,22 @@ async def train_on_saved_batches(
         )
         await saves.save(last_step)
         await saves.finish()
-    model = checkpoints.model_of(last_step)
+    model = checkpoints.saved_model_folder(last_step)
     keep_model(model)
     observer.note(f"model: {model}")
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
-    """Raise ConfigError for a sample of more than `max_row_tokens`. A run that samples
+    """Raise ConfigError for a sample of more than `max_sample_tokens`. A run that samples
     refuses it earlier, at the gateway."""
-    limit = config.train.max_row_tokens
+    limit = config.train.max_sample_tokens
     longest = max((len(sample.tokens_T) for sample in batch.samples), default=0)
     if limit and longest > limit:
         reason = (
             f"a row of batch {batch.batch_id} in the saved batches has {longest} tokens"
         )
-        fix = f"set --max-row-tokens to {longest} or more, or leave it out"
-        raise ConfigError("train.max_row_tokens", limit, reason, fix)
+        fix = f"set --max-sample-tokens to {longest} or more, or leave it out"
+        raise ConfigError("train.max_sample_tokens", limit, reason, fix)
 
 
 def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
@@ -116,7 +116,7 @@ def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
 def _refuse_missing_top_logprobs(batch: TrainBatch, config: Config) -> None:
     """Raise ConfigError if the objective reads the likeliest tokens and the batch has
     none."""
-    if not batch.samples or not needs_of(config.algorithm).top_logprobs:
+    if not batch.samples or not objective_needs(config.algorithm).top_logprobs:
         return
     if all(sample.top_logprobs is None for sample in batch.samples):
         reason = (

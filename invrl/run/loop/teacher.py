@@ -107,21 +107,23 @@ class Teacher:
 
         async def scored(sample: TrainSample) -> TrainSample:
             async with free:
-                teacher_T = await self._score_row(http, sample)
+                teacher_T = await self._score_sample(http, sample)
             return replace(
                 sample, columns={**sample.columns, TEACHER_COLUMN: teacher_T}
             )
 
         try:
             async with asyncio.TaskGroup() as group:
-                rows = [group.create_task(scored(sample)) for sample in batch.samples]
+                samples = [
+                    group.create_task(scored(sample)) for sample in batch.samples
+                ]
         except* (ServerError, DeadlineError) as errors:
             raise errors.exceptions[0] from None
         finally:
             http.close()
-        return replace(batch, samples=tuple(row.result() for row in rows))
+        return replace(batch, samples=tuple(sample.result() for sample in samples))
 
-    async def _score_row(
+    async def _score_sample(
         self, http: HttpConnections, sample: TrainSample
     ) -> NDArray[np.float32]:
         teacher_T = np.zeros(len(sample.tokens_T), np.float32)
@@ -165,7 +167,7 @@ class Teacher:
         if not isinstance(entries, list) or len(entries) != len(ids) + 1:
             count = len(entries) - 1 if isinstance(entries, list) else "no"
             raise ServerError(
-                f"the teacher at {self._url} scored {count} tokens of a row, not {len(ids)}"
+                f"the teacher at {self._url} scored {count} tokens of a sample, not {len(ids)}"
             )
         logprobs: list[float] = []
         for token_id, entry in zip(ids, entries[1:], strict=True):
@@ -236,7 +238,7 @@ def open_teacher(config: Config) -> Teacher | None:
 def _check_comparable(sample: TrainSample) -> None:
     """Raise ConfigError for a sample whose student distribution is not the model's
     own."""
-    fix = "leave it out of the agent's requests, or use --teacher.model-path, whose log-probs follow the row's"
+    fix = "leave it out of the agent's requests, or use --teacher.model-path, whose log-probs follow the sample's"
     if sample.temperature != 1.0 and sample.loss_mask_T.any():
         sampled = f"rollout {sample.rollout_id} was sampled at temperature {sample.temperature:g}"
         reason = f"{sampled}, and SGLang scores at temperature 1"

@@ -3,7 +3,7 @@
 loses.
 
 A lost engine leaves the fleet and is started again in the background. When it is up it
-loads the fleet's version, while updates continue (`weights/update/newcomers.py`).
+loads the fleet's version, while updates continue (`weights/update/joining_engines.py`).
 """
 
 import asyncio

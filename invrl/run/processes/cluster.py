@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from invrl.algorithms.objectives.mismatched_rows import with_mismatched_rows
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.engines.fleet.fleet import Fleet
@@ -39,7 +39,7 @@ from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.network.ports import ReservedPort
 from invrl.host.output.traces import traces_endpoint
-from invrl.host.output.wait_lines import tell_waits
+from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes.environment_keys import take_engine_key, take_environment_key
 from invrl.host.processes.guardian import start_guardian
 from invrl.host.processes.interrupts import CleanUp
@@ -51,7 +51,7 @@ from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.arena_device import arena_on_gpu
-from invrl.run.processes.awaited_work import PartsStarting
+from invrl.run.processes.phase_progress import StartingParts
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.config import Config
 from invrl.store.lease_store import LeaseStore
@@ -95,12 +95,12 @@ class Serving:
         """Watch until cancelled. Raises ServerError when no engine is left and none may
         come back, when the router cannot be replaced, or when the gateway has died too
         often in a short time."""
-        wrong_answers = self.gateway.wrong_answers
+        wrong_replies = self.gateway.wrong_replies
         while True:
             self.gateway.check_alive()
             self.fleet.check()
-            if self.gateway.wrong_answers > wrong_answers:
-                wrong_answers = self.gateway.wrong_answers
+            if self.gateway.wrong_replies > wrong_replies:
+                wrong_replies = self.gateway.wrong_replies
                 self.fleet.examine(self.gateway.newest_version)
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
@@ -252,24 +252,24 @@ async def start_cluster(
     config: Config,
     folder: RunFolder,
     snapshot: bytes | None,
-    starting: PartsStarting | None = None,
+    starting: StartingParts | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start everything that a training run needs, and end it on exit. `snapshot`: the
     buffer's, from the checkpoint that the run resumes from. `starting` records the
     parts that are not up yet. Raises InvrlError naming what failed."""
-    starting = starting or PartsStarting()
+    starting = starting or StartingParts()
     trainer_sleeps = asyncio.Event() if config.run.colocate else None
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
             start_serving(
                 config,
                 folder,
-                longest_row=config.train.max_row_tokens,
+                longest_row=config.train.max_sample_tokens,
                 engines_may_start=trainer_sleeps,
             )
         )
         told = stack.enter_context(ExitStack())
-        told.enter_context(tell_waits(starting.awaited))
+        told.enter_context(print_waits(starting.awaited))
         with starting.part("Ray"):
             stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
@@ -282,14 +282,16 @@ async def start_cluster(
         rollouts = create_rollouts(config, folder, serving, buffer)
         stack.push_async_callback(rollouts.stop)
         starts = [
-            starting.until_up("engines", serving.wait_ready()),
-            starting.until_up("buffer", buffer.start(snapshot)),
-            starting.until_up("rollout workers", rollouts.start()),
+            starting.wait_until_up("engines", serving.wait_ready()),
+            starting.wait_until_up("buffer", buffer.start(snapshot)),
+            starting.wait_until_up("rollout workers", rollouts.start()),
         ]
         if trainer is not None:
             stack.callback(trainer.stop)
             starts.append(
-                starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps))
+                starting.wait_until_up(
+                    "trainer", _start_trainer(trainer, trainer_sleeps)
+                )
             )
         await all_started(*starts)
         told.close()
@@ -309,19 +311,19 @@ async def start_cluster(
 
 @asynccontextmanager
 async def start_trainer(
-    config: Config, folder: RunFolder, starting: PartsStarting | None = None
+    config: Config, folder: RunFolder, starting: StartingParts | None = None
 ) -> AsyncIterator[TrainHandle]:
     """Start only the trainer, and end it on exit. SGLang need not be installed.
     `starting` records that it is not up yet."""
-    starting = starting or PartsStarting()
+    starting = starting or StartingParts()
     with ExitStack() as stack:
         start_guardian()
-        with tell_waits(starting.awaited):
+        with print_waits(starting.awaited):
             with starting.part("Ray"):
                 stack.enter_context(start_ray(config, folder.ray_logs_path))
             trainer = _create_trainer(config, folder)
             stack.callback(trainer.stop)
-            await starting.until_up("trainer", trainer.start())
+            await starting.wait_until_up("trainer", trainer.start())
         yield trainer
 
 
@@ -370,18 +372,18 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             for settings in _rank_settings(config, folder, critic_layout)
         ]
         critic = CriticRanks(actors=critic_actors, layout=critic_layout)
-    add_rows = None
-    if needs_of(config.algorithm).mismatched_rows:
-        add_rows = partial(
-            with_mismatched_rows, max_tokens=config.train.max_row_tokens or 0
+    add_samples = None
+    if objective_needs(config.algorithm).mismatched_samples:
+        add_samples = partial(
+            with_mismatched_samples, max_tokens=config.train.max_sample_tokens or 0
         )
     return TrainHandle(
         actors,
         layout=layout,
         critic=critic,
-        num_minibatches=config.algorithm.num_minibatches,
+        num_mini_batches=config.algorithm.num_mini_batches,
         cost=ComputeCost.of_model(config.model.folder),
-        add_rows=add_rows,
+        add_samples=add_samples,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,

@@ -48,7 +48,7 @@ async def sample_processes(
                 sequence = ended.sequence
                 lag_s = await asyncio.to_thread(_loop_lag_s, cluster.serving)
                 memory = await asyncio.to_thread(
-                    memory_of, cluster.serving, cluster.trainer
+                    process_memory, cluster.serving, cluster.trainer
                 )
                 sample = Sample(
                     time=time.time(),
@@ -74,23 +74,25 @@ async def sample_memory(
     while True:
         await asyncio.sleep(interval_s)
         try:
-            memory = await asyncio.to_thread(memory_of, None, trainer)
+            memory = await asyncio.to_thread(process_memory, None, trainer)
         except Exception:
             logger.exception("a sample of the processes failed")
         else:
             observer.sample(Sample(time=time.time(), memory=memory))
 
 
-def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
+def process_memory(
+    serving: Serving | None, trainer: TrainHandle | None
+) -> dict[str, int]:
     """Return the resident bytes of the run's processes on this machine: "driver",
     "gateway", "router", each engine and rank by its name, "buffer", "rollout-workers"
     with their children, "other". Any thread may call this."""
     return resident_memory(
-        _kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS
+        _process_kinds(serving, trainer), own="driver", others="other", names=_ACTORS
     )
 
 
-def _kinds_of(
+def _process_kinds(
     serving: Serving | None, trainer: TrainHandle | None
 ) -> Mapping[int, str]:
     """Return the kinds of processes, by pid. Of Ray's processes only the trainer's

@@ -114,7 +114,7 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
         with ExitStack() as stack:
             folder = stack.enter_context(ray_folder(logs))
             try:
-                with _patience_with_raylet(_RAYLET_DEADLINE_S):
+                with _raylet_timeout(_RAYLET_DEADLINE_S):
                     _init_ray(address="local", _temp_dir=folder)
             except ServerError as error:
                 _kill_descendants_naming(folder)
@@ -133,7 +133,7 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
 
 
 @contextmanager
-def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
+def _raylet_timeout(deadline_s: float) -> Iterator[None]:
     """Make Ray wait for its raylet as long as that lives, at most `deadline_s`, within
     the block. Ray itself gives up after 30 s, whatever its settings, and another start
     is more work for a busy machine."""
@@ -146,7 +146,7 @@ def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError:  # it is not there yet
-                if time.monotonic() > give_up_at or not _raylet_lives():
+                if time.monotonic() > give_up_at or not _raylet_is_alive():
                     raise
             time.sleep(_RAYLET_POLL_S)
 
@@ -157,7 +157,7 @@ def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
         services.get_node = get_node
 
 
-def _raylet_lives() -> bool:
+def _raylet_is_alive() -> bool:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:

@@ -22,7 +22,7 @@ from invrl.observe.metrics.metrics_server import PATH, MetricsServer
 from invrl.observe.metrics.run_exporter import Numbers, RunExporter, Source
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes import metrics_sources as sources
-from invrl.run.processes.process_samples import memory_of
+from invrl.run.processes.process_samples import process_memory
 from invrl.store.metrics_file import read_metrics
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ServedMetrics:
             self._server = None
 
     def _memory(self) -> Numbers:
-        return sources.memory_numbers(memory_of(self._serving, self._trainer))
+        return sources.memory_numbers(process_memory(self._serving, self._trainer))
 
     def _upstreams(self) -> Mapping[str, str]:
         """Return the addresses of the router's and the engines' own metrics."""

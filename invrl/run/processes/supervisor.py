@@ -26,6 +26,7 @@ from invrl.engines.launch.engine_server import ENGINE_MODULE, count_gpus
 from invrl.host.files.disk import full_disk
 from invrl.host.files.temporary_folder import remove_abandoned, temporary_parents
 from invrl.host.output.traces import traces_endpoint
+from invrl.host.processes.awake_time import Stopwatch
 from invrl.host.processes.descendants import (
     adopt_orphans,
     collect_ended_children,
@@ -35,7 +36,6 @@ from invrl.host.processes.descendants import (
 from invrl.host.processes.environment_keys import held_keys
 from invrl.host.processes.fork_parent import EarlyParent
 from invrl.host.processes.lifeline import Listener, Note, NoteKind, environment
-from invrl.host.processes.lived_time import Stopwatch
 from invrl.host.ray.ray_setup import remove_ray_folder
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.processes.driver_commands import (

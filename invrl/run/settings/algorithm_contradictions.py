@@ -16,7 +16,7 @@ from invrl.algorithms.objectives.objectives import (
     ON_FILES,
     ON_ROLLOUTS,
     is_built_in,
-    needs_of,
+    objective_needs,
 )
 from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
 from invrl.interfaces import ChecksSettings
@@ -30,7 +30,7 @@ Contradictions = Iterator[tuple[str, str, str]]
 _READ_BY: dict[str, tuple[str, ...]] = {
     "aggregation": ("sft", *ON_ROLLOUTS),
     "aggregation_constant": ("sft", *ON_ROLLOUTS),
-    "row_weight": ON_ROLLOUTS,
+    "sample_weight": ON_ROLLOUTS,
     "kl": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
     "ratio_level": ON_ROLLOUTS,
@@ -58,7 +58,7 @@ def _reference(config: Config) -> Contradictions:
     if (
         config.model.reference_model_path
         and is_built_in(algorithm.objective)
-        and not needs_of(algorithm).reference
+        and not objective_needs(algorithm).reference
     ):
         reason = "there is no KL, so no reference is computed"
         fix = "set --kl.coefficient, or leave --reference-model-path out"
@@ -150,22 +150,22 @@ def _loss(config: Config) -> Contradictions:
             reason,
             "set it, to --max-new-tokens for example",
         )
-    surrogate = algorithm.policy_loss
+    policy_loss = algorithm.policy_loss
     if algorithm.ratio_level != "token":
-        if surrogate in ("dppo_tv", "dppo_kl"):
-            reason = f"{surrogate} masks single tokens by their own probabilities"
+        if policy_loss in ("dppo_tv", "dppo_kl"):
+            reason = f"{policy_loss} masks single tokens by their own probabilities"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
-        if surrogate in ("vespo", "policy_gradient"):
+        if policy_loss in ("vespo", "policy_gradient"):
             yield (
                 "algorithm.ratio_level",
-                f"{surrogate} has no ratio",
+                f"{policy_loss} has no ratio",
                 "leave --ratio-level out",
             )
-        if surrogate == "gmpo":
+        if policy_loss == "gmpo":
             reason = "gmpo clips the ratios of single tokens before it takes their mean"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
-    if algorithm.ratio_level != "token" or surrogate == "gmpo":
-        level = "gmpo" if surrogate == "gmpo" else algorithm.ratio_level
+    if algorithm.ratio_level != "token" or policy_loss == "gmpo":
+        level = "gmpo" if policy_loss == "gmpo" else algorithm.ratio_level
         reason = (
             f"a {level} ratio is one number for all tokens of a row, and this would give each of them a "
             "factor of its own"
@@ -179,10 +179,10 @@ def _loss(config: Config) -> Contradictions:
                 reason,
                 "set --rejection geometric, sequence or none",
             )
-    if surrogate == "vespo" and algorithm.correction != "none":
+    if policy_loss == "vespo" and algorithm.correction != "none":
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
-    yield from _bounds_of_corrections(config)
+    yield from _correction_bounds(config)
 
 
 def _plugins(config: Config) -> Contradictions:
@@ -211,7 +211,10 @@ def _top_logprobs(config: Config) -> Contradictions:
     algorithm = config.algorithm
     if config.run.debug_train_only or config.run.debug_rollout_only:
         return
-    if config.rollout.rollout_top_logprobs or not needs_of(algorithm).top_logprobs:
+    if (
+        config.rollout.rollout_top_logprobs
+        or not objective_needs(algorithm).top_logprobs
+    ):
         return
     reader = f"the objective {algorithm.objective}"
     if algorithm.objective in ON_ROLLOUTS:
@@ -224,7 +227,7 @@ def _top_logprobs(config: Config) -> Contradictions:
     )
 
 
-def _bounds_of_corrections(config: Config) -> Contradictions:
+def _correction_bounds(config: Config) -> Contradictions:
     algorithm = config.algorithm
     floor = algorithm.correction_floor
     if floor is not None and floor > algorithm.correction_cap:
@@ -365,7 +368,7 @@ def _teacher(config: Config) -> Contradictions:
 
 
 def _teacher_server(config: Config, url: str) -> Contradictions:
-    reason = _fault_of_teacher_url(url)
+    reason = _teacher_url_fault(url)
     if reason:
         yield "teacher.url", reason, "give it as http://10.0.0.5:30000"
     if config.run.debug_train_only:
@@ -380,7 +383,7 @@ def _teacher_server(config: Config, url: str) -> Contradictions:
         yield "gateway.constrained", reason, "leave it out, or use --teacher.model-path"
 
 
-def _fault_of_teacher_url(url: str) -> str:
+def _teacher_url_fault(url: str) -> str:
     """Return what is wrong with the URL; "" if nothing is."""
     try:
         parts = urlsplit(url)

@@ -52,10 +52,10 @@ from invrl.types.section import (
     COMMA_SEPARATED,
     Section,
     Text,
-    fields_of,
     is_optional,
     merged,
-    tables_of,
+    section_fields,
+    section_tables,
 )
 from invrl.weights.config import Weights, WeightsConfig
 
@@ -352,7 +352,7 @@ class Config(Section):
         setting or a table that a default would turn on."""
         tables: dict[str, dict[str, object]] = self.model_dump(mode="json")
         for name, section in SECTIONS.items():
-            tables[name] = _without_absent(fields_of(section), tables[name])
+            tables[name] = _without_absent(section_fields(section), tables[name])
         for name in PRESETS.get(self.algorithm.algorithm_preset or "", {}):
             tables["algorithm"].setdefault(name, False)
         for name, table in TABLES.items():
@@ -398,12 +398,12 @@ class Table(NamedTuple):
 TABLES: dict[str, Table] = {
     name: Table(section=section_name, model=model)
     for section_name, section in SECTIONS.items()
-    for name, model in tables_of(section).items()
+    for name, model in section_tables(section).items()
 }
 Tables = Mapping[str, Mapping[str, Scalar | Mapping[str, Scalar]]]
 
 
-def model_of_table(table: str) -> type[Section] | None:
+def table_model(table: str) -> type[Section] | None:
     """The model of a section or of a table; None for any other name."""
     if table in TABLES:
         return TABLES[table].model
@@ -421,8 +421,8 @@ def setting_name(table: str, key: str) -> str:
 
 def default_settings(table: str) -> dict[str, object]:
     """Return the settings of a table without an entry."""
-    model = model_of_table(table)
-    fields = fields_of(model) if model is not None else {}
+    model = table_model(table)
+    fields = section_fields(model) if model is not None else {}
     return {
         key: field.default for key, field in fields.items() if not field.is_required()
     }
@@ -451,11 +451,11 @@ def read_toml(path: Path) -> Source:
                 f"{table} in {path}", entries, "a table is expected", _table_fix(table)
             )
     if path.name == CONFIG_NAME:
-        document = as_written_now(document, section_of_optional_table())
+        document = as_written_now(document, optional_table_sections())
     return Source(name=str(path), tables=document)
 
 
-def section_of_optional_table() -> dict[str, str]:
+def optional_table_sections() -> dict[str, str]:
     """The sections of the tables that may be absent."""
     return {
         name: section
@@ -469,7 +469,7 @@ def _table_fix(key: str) -> str:
     former = former_fix(key)
     if former:
         return former
-    table, _ = _place_of(key)
+    table, _ = _setting_place(key)
     if table:
         return f"move it to table [{table}]"
     setting = meant_setting(key)
@@ -477,7 +477,7 @@ def _table_fix(key: str) -> str:
     if answer:
         return answer
     if setting:
-        table, key = _place_of(setting)
+        table, key = _setting_place(setting)
         return f"write it as {key}, in table [{table}]"
     return f"write [{key}] and its keys below"
 
@@ -520,9 +520,9 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
     table = location[0]
     key = location[1] if len(location) > 1 else ""
     known = Config.model_fields
-    model = model_of_table(table)
+    model = table_model(table)
     if model is not None:
-        known = fields_of(model)
+        known = section_fields(model)
 
     reason = finding["msg"]
     fix = "give a string, a number or a boolean"
@@ -540,14 +540,14 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
             reason = "no such transport"
         if finding["type"] == "missing":
             fix = f"give {table}.{key} too: {known[key].description}"
-    reason += f" (from {_origin_of(table, key, sources)})"
+    reason += f" (from {_setting_origin(table, key, sources)})"
     if error.error_count() > 1:
         reason += f" ({error.error_count() - 1} more)"
     field = f"{table}.{key}" if key else table
     raise ConfigError(field, value, reason, fix) from error
 
 
-def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
+def _setting_origin(table: str, key: str, sources: Sequence[Source]) -> str:
     """Return the name of the last source that sets the key; any key of the table if
     `key` is empty."""
     origin = "default"
@@ -562,21 +562,21 @@ def _key_fix(key: str, table: str) -> str:
     former = former_fix(key) or former_fix(f"{table}.{key}")
     if former:
         return former
-    model = model_of_table(table)
+    model = table_model(table)
     if model is not None and model.kinds:
         kinds = [name for name, kind in model.kinds.items() if key in kind.model_fields]
         if kinds:
             return f"add --{table}.transport {' or '.join(kinds)}, or leave it out"
-    right_table, _ = _place_of(key)
+    right_table, _ = _setting_place(key)
     if right_table:
         return f"move it to table [{right_table}]"
-    meant_table, meant_key = _place_of(meant_setting(key))
+    meant_table, meant_key = _setting_place(meant_setting(key))
     if meant_table not in ("", table):
         return f"did you mean {meant_key}, in table [{meant_table}]?"
-    return nearest_setting(key, fields_of(model) if model else ())
+    return nearest_setting(key, section_fields(model) if model else ())
 
 
-def _place_of(name: str) -> tuple[str, str]:
+def _setting_place(name: str) -> tuple[str, str]:
     """The table and the key of a setting by the name that flags have; "" if there is no
     such setting."""
     if "." in name:

@@ -115,12 +115,12 @@ def _data(config: Config) -> Contradictions:
             reason,
             "give one of --data.eval-path and --data.eval-fraction",
         )
-    if config.algorithm.num_minibatches > data.batch_size:
+    if config.algorithm.num_mini_batches > data.batch_size:
         reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.batch_size}"
         yield (
-            "algorithm.num_minibatches",
+            "algorithm.num_mini_batches",
             reason,
-            "lower --num-minibatches or raise --data.batch-size",
+            "lower --num-mini-batches or raise --data.batch-size",
         )
     if objective == "kto" and data.batch_size == 1:
         reason = "kto compares each row of a batch with another one"
@@ -367,12 +367,12 @@ def _batch(config: Config) -> Contradictions:
         reason = f"a batch has {total} rollouts, fewer than the {of_critic.data} copies of the critic"
         fix = "lower --critic.data-parallel-size or raise --rollout-batch-size"
         yield "critic.data_parallel_size", reason, fix
-    if algorithm.num_minibatches > groups:
+    if algorithm.num_mini_batches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield (
-            "algorithm.num_minibatches",
+            "algorithm.num_mini_batches",
             reason,
-            "lower --num-minibatches or raise --rollout-batch-size",
+            "lower --num-mini-batches or raise --rollout-batch-size",
         )
 
 
@@ -408,12 +408,12 @@ def _routing_replay(config: Config) -> Contradictions:
             "it could replay"
         )
         yield "train.routing_replay", reason, "use --old-logprobs recompute"
-    if replay == "trainer" and algorithm.num_minibatches == 1:
+    if replay == "trainer" and algorithm.num_mini_batches == 1:
         reason = (
             "a batch has one optimizer step, in which the current policy is the old one: there is no earlier "
             "pass to repeat"
         )
-        yield "train.routing_replay", reason, "set --num-minibatches to 2 or more"
+        yield "train.routing_replay", reason, "set --num-mini-batches to 2 or more"
     if replay != "none" and "moe" in recomputed_modules(config.megatron):
         reason = "Megatron recomputes the experts' part of a layer without the routing of its micro-batch"
         fix = "recompute whole layers (--megatron-recompute-granularity full), or leave moe out"
@@ -501,7 +501,7 @@ def _external_engines(config: Config) -> Contradictions:
         return
     field = "engine.external_engines"
     for url in engine.external_engines:
-        reason = _fault_of_url(url)
+        reason = _url_fault(url)
         if reason:
             yield (
                 field,
@@ -530,7 +530,7 @@ def _external_engines(config: Config) -> Contradictions:
         yield "weights.transport", reason, fix
 
 
-def _fault_of_url(url: str) -> str:
+def _url_fault(url: str) -> str:
     """Return what is wrong with the URL of an engine; "" if nothing is."""
     try:
         parts = urlsplit(url)

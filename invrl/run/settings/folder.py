@@ -44,7 +44,7 @@ def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
     unchanged."""
     folder = _find_or_create(config)
     with folder.held(command):
-        _furnish(folder, config)
+        _write_first_files(folder, config)
         yield folder
 
 
@@ -53,7 +53,7 @@ def make_run_folder(config: Config) -> RunFolder:
     configuration. Raises ConfigError if the folder holds another configuration, or
     files that are not a run's."""
     folder = _find_or_create(config)
-    _furnish(folder, config)
+    _write_first_files(folder, config)
     return folder
 
 
@@ -71,7 +71,7 @@ def _find_or_create(config: Config) -> RunFolder:
     return folder
 
 
-def _furnish(folder: RunFolder, config: Config) -> None:
+def _write_first_files(folder: RunFolder, config: Config) -> None:
     try:
         for path in (folder.logs_path, folder.checkpoints_path, folder.report_path):
             path.mkdir(exist_ok=True)
@@ -155,7 +155,7 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "train.num_layers_in_last_pipeline_stage",
         "train.virtual_pipeline_model_parallel_size",
         "train.expert_model_parallel_size",
-        "train.max_tokens_per_microbatch",
+        "train.max_tokens_per_micro_batch",
         "train.share_prefixes",
         "train.reference_placement",
     }

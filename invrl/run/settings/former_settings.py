@@ -11,7 +11,10 @@ from invrl.user_code.plugins import plugin_name
 from invrl.weights.config import WeightsConfig
 
 FORMER_NAMES: dict[str, str] = {
-    "steps_per_batch": "num_minibatches",
+    "steps_per_batch": "num_mini_batches",
+    "num_minibatches": "num_mini_batches",
+    "max_tokens_per_microbatch": "max_tokens_per_micro_batch",
+    "max_row_tokens": "max_sample_tokens",
     "weight_carrier": "weights.transport",
     "kl_coef": "kl.coefficient",
     "kl_estimator": "kl.estimator",
@@ -179,7 +182,7 @@ FORMER_VALUES: dict[str, dict[str, str]] = {
 _NAMED_BY = {
     "SimKO": ("policy_loss", "invrl.contrib.simko:SimKO"),
     "RouterShift": ("ratio_weight", "invrl.contrib.router_shift:RouterShift"),
-    "LengthWeight": ("row_weight", "invrl.contrib.lambda_grpo:LengthWeight"),
+    "LengthWeight": ("sample_weight", "invrl.contrib.lambda_grpo:LengthWeight"),
     "LearnedExponent": ("adaptations", "invrl.contrib.lambda_grpo:LearnedExponent"),
     "AdaptiveKL": ("adaptations", "invrl.contrib.adaptive_kl:AdaptiveKL"),
     "AdaptiveEntropy": (
@@ -365,7 +368,7 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
         "AdaptiveEntropy": bool({"target", "ceiling"} & entropy.keys()),
     }
     algorithm["ratio_weight"] = is_on["RouterShift"] and _NAMED_BY["RouterShift"][1]
-    algorithm["row_weight"] = is_weighted and _NAMED_BY["LengthWeight"][1]
+    algorithm["sample_weight"] = is_weighted and _NAMED_BY["LengthWeight"][1]
     algorithm["adaptations"] = [
         path
         for name, (setting, path) in _NAMED_BY.items()
@@ -378,12 +381,14 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
 
 
 def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
-    """Moves settings to the tables that they have now."""
+    """Moves settings to the tables and names that they have now."""
     for section in set(tables) - _OF_OTHER_PACKAGES:
         for old in list(tables[section]):
-            table, _, key = FORMER_NAMES.get(old, "").partition(".")
-            if key:
-                tables.setdefault(table, {})[key] = tables[section].pop(old)
+            new = FORMER_NAMES.get(old)
+            if new is None:
+                continue
+            table, _, key = new.rpartition(".")
+            tables.setdefault(table or section, {})[key] = tables[section].pop(old)
     if not tables.get("late", {}).get("deadline_s"):
         tables.pop("late", None)
     if "weight_sync" in tables:  # it had the settings of all transports

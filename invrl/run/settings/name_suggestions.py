@@ -5,17 +5,17 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from invrl.run.settings.foreign_names import (
+from invrl.run.settings.former_settings import FORMER_NAMES, former_fix
+from invrl.run.settings.other_trainers import (
     ANSWERS,
-    FOREIGN_NAMES,
     ON_FILES,
     ON_ROLLOUTS,
+    OTHER_TRAINERS,
 )
-from invrl.run.settings.former_settings import FORMER_NAMES, former_fix
 from invrl.train.runtime.megatron_args import fix_of_field
 
 _OURS = {
-    foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
+    foreign: ours for ours, names in OTHER_TRAINERS.items() for foreign in names.split()
 }
 _SHORTEST_WORD = 5
 """Letters of a word that counts: "max", "num" and "path" are part of too many names."""

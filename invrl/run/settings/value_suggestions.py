@@ -10,7 +10,7 @@ from invrl.algorithms.advantages.advantages import ADVANTAGES
 from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
 from invrl.algorithms.objectives.objectives import ON_FILES, ON_ROLLOUTS
 from invrl.algorithms.policy_loss.axis_plugins import BUILT_IN_OLD_POLICIES
-from invrl.algorithms.policy_loss.surrogates import SURROGATES
+from invrl.algorithms.policy_loss.policy_losses import POLICY_LOSSES
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.run.settings.former_settings import FORMER_VALUES
 from invrl.types.section import is_optional, present_type
@@ -18,7 +18,7 @@ from invrl.types.section import is_optional, present_type
 _NAMES: dict[str, tuple[str, ...]] = {
     "objective": (*ON_ROLLOUTS, *ON_FILES),
     "advantage": tuple(ADVANTAGES),
-    "policy_loss": tuple(SURROGATES),
+    "policy_loss": tuple(POLICY_LOSSES),
     "old_logprobs": BUILT_IN_OLD_POLICIES,
 }
 """Built-in names of settings of [algorithm] that also take an import path."""
@@ -32,7 +32,7 @@ def value_fix(name: str, value: object, field: FieldInfo) -> str:
         fix += f" (default: {field.default!r})"
     if is_optional(field) and value in (0, "0", "", "none"):
         return f"leave it out, or write --no-{name.replace('_', '-')}; or {fix}"
-    choices = choices_of(present_type(field))
+    choices = literal_choices(present_type(field))
     if not choices or not isinstance(value, str):
         return fix
     if name in AlgorithmConfig.model_fields:
@@ -42,13 +42,13 @@ def value_fix(name: str, value: object, field: FieldInfo) -> str:
     return f"{nearest_value(value, choices)} {fix}".strip()
 
 
-def choices_of(annotation: Any) -> tuple[str, ...]:
+def literal_choices(annotation: Any) -> tuple[str, ...]:
     """Return the words that a field of this type takes, itself or in its tuple; empty
     if it takes others too."""
     if get_origin(annotation) is Literal:
         return tuple(choice for choice in get_args(annotation) if choice)
     if get_origin(annotation) is tuple:
-        return choices_of(get_args(annotation)[0])
+        return literal_choices(get_args(annotation)[0])
     return ()
 
 
@@ -100,7 +100,11 @@ def wrong_name(key: str, value: str) -> str:
 def _names_by_setting() -> dict[str, tuple[str, ...]]:
     names = dict(_NAMES)
     for key in ("algorithm_preset", "correction", "aggregation"):
-        names[key] = choices_of(present_type(AlgorithmConfig.model_fields[key]))
-    names["rejection"] = choices_of(RejectionConfig.model_fields["kind"].annotation)
-    names["kl.estimator"] = choices_of(KlConfig.model_fields["estimator"].annotation)
+        names[key] = literal_choices(present_type(AlgorithmConfig.model_fields[key]))
+    names["rejection"] = literal_choices(
+        RejectionConfig.model_fields["kind"].annotation
+    )
+    names["kl.estimator"] = literal_choices(
+        KlConfig.model_fields["estimator"].annotation
+    )
     return names

@@ -1,4 +1,4 @@
-"""Micro-batches of a batch: shards of the ranks, rows that share their prefixes.
+"""Micro-batches of a batch: shards of the ranks, sequences that share their prefixes.
 
 Start with `sharding.py`, then `packing.py`.
 """

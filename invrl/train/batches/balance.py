@@ -1,12 +1,12 @@
 """Balance of a mini-batch over ranks: each rank computes some of its rollouts, by
 estimated work.
 
-Rows of a group share their prompt, and each part of a group computes the prompt again.
+Sequences of a group share their prompt, and each part of a group computes the prompt again.
 So groups begin whole and are split while that makes the slowest rank faster: the
 costliest part on the slowest rank into two. From the best of these splits the slowest
 rank gives single rollouts away or exchanges them, and the split whose slowest rank is
 then fastest is taken: the best one before the exchanges is often not the best one after
-them. The rows of one rollout stay together. Pure numpy.
+them. The sequences of one rollout stay together. Pure numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from invrl.train.batches.micro_batch import Row, rows_of
+from invrl.train.batches.micro_batch import TokenSequence, token_sequences
 from invrl.train.batches.packing import common_prefix, token_order_key
 from invrl.train.cost.model_size import ComputeCost
 from invrl.types.batches import TrainBatch
@@ -232,7 +232,7 @@ def _exchange(slow: _Load, fast: _Load) -> bool:
     work = max(slow.work, fast.work)
     less_slow_I = np.array([slow.less_work(*rollout) for rollout in given])
     more_fast_I = np.array([fast.more_work(*rollout) for rollout in given])
-    # The last row of J: nothing is taken.
+    # The last sequence of J: nothing is taken.
     less_fast_J = np.array([*(fast.less_work(*rollout) for rollout in taken), 0.0])
     more_slow_J = np.array([*(slow.more_work(*rollout) for rollout in taken), 0.0])
     slow_IJ = slow.work - less_slow_I[:, None] + more_slow_J[None, :]
@@ -264,19 +264,23 @@ def _move(rollout: tuple[int, tuple[int, ...]], source: _Load, target: _Load) ->
 
 class _WorkEstimate:
     """Work of computing samples together: a shared prefix counts once. A prefix of all
-    rows of the batch is left out: every rank computes it, however the rows are
+    sequences of the batch is left out: every rank computes it, however the sequences are
     split."""
 
     def __init__(self, batch: TrainBatch, cost: ComputeCost) -> None:
         self._cost = cost
-        self._rows: list[Row] = rows_of(batch.samples)
-        keys = [token_order_key(row.tokens_T) for row in self._rows]
-        computed = [index for index, row in enumerate(self._rows) if row.num_computed]
+        self._sequences: list[TokenSequence] = token_sequences(batch.samples)
+        keys = [token_order_key(sequence.tokens_T) for sequence in self._sequences]
+        computed = [
+            index
+            for index, sequence in enumerate(self._sequences)
+            if sequence.num_computed
+        ]
         computed.sort(key=keys.__getitem__)
         self._order = {index: place for place, index in enumerate(computed)}
-        """Row -> its position among the computed rows, sorted by tokens."""
+        """Sequence -> its position among the computed sequences, sorted by tokens."""
         self._work: dict[tuple[int, ...], float] = {}
-        """Cache by the computed rows in their order: the search repeats the same rows
+        """Cache by the computed sequences in their order: the search repeats the same sequences
         many times."""
         self._num_common = 0
         if computed:
@@ -289,21 +293,23 @@ class _WorkEstimate:
             index for rollout in rollouts for index in rollout if index in self._order
         ]
         indices.sort(key=self._order.__getitem__)
-        rows = tuple(indices)
-        work = self._work.get(rows)
+        sequences = tuple(indices)
+        work = self._work.get(sequences)
         if work is None:
-            work = self._of_rows(rows)
-            self._work[rows] = work
+            work = self._of_sequences(sequences)
+            self._work[sequences] = work
         return work
 
-    def _of_rows(self, rows: Sequence[int]) -> float:
-        """Return the work of rows that are sorted by tokens."""
+    def _of_sequences(self, sequences: Sequence[int]) -> float:
+        """Return the work of sequences that are sorted by tokens."""
         work = 0.0
         previous_T = np.empty(0, np.int32)
-        for index in rows:
+        for index in sequences:
             tokens_T = self._tokens(index)
             start = max(self._num_common, common_prefix(previous_T, tokens_T))
-            num_projected = int(np.count_nonzero(self._rows[index].wanted_N > start))
+            num_projected = int(
+                np.count_nonzero(self._sequences[index].wanted_N > start)
+            )
             work += (
                 self._cost.tokens(start, len(tokens_T))
                 + num_projected * self._cost.projection
@@ -312,6 +318,6 @@ class _WorkEstimate:
         return work
 
     def _tokens(self, index: int) -> np.ndarray:
-        """Return the row's computed tokens."""
-        row = self._rows[index]
-        return row.tokens_T[: row.num_computed]
+        """Return the sequence's computed tokens."""
+        sequence = self._sequences[index]
+        return sequence.tokens_T[: sequence.num_computed]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import TrainError
-from invrl.train.batches.micro_batch import Row, replayed_experts
+from invrl.train.batches.micro_batch import TokenSequence, replayed_experts
 from invrl.types.batches import GrammarSpan, TrainSample
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class GrammarMasks:
         self._model_path = Path(model_path)
         self._vocab_size = vocab_size
 
-    def rows(self, samples: Iterable[TrainSample]) -> list[Row]:
-        """Make one row per sample: its trained tokens are wanted, each among the tokens
+    def sequences(self, samples: Iterable[TrainSample]) -> list[TokenSequence]:
+        """Make one sequence per sample: its trained tokens are wanted, each among the tokens
         that its grammar allowed.
 
         Raises TrainError for a token that its grammar does not allow.
         """
-        rows: list[Row] = []
+        sequences: list[TokenSequence] = []
         shared_masks: dict[bytes, bytes] = {}  # equal masks are one object
         for sample in samples:
             wanted_N = np.flatnonzero(sample.loss_mask_T)
@@ -57,7 +57,7 @@ class GrammarMasks:
             candidates_NK = None
             if sample.top_logprobs is not None:
                 candidates_NK = sample.top_logprobs.ids_TK[wanted_N]
-            row = Row(
+            sequence = TokenSequence(
                 tokens_T=sample.tokens_T,
                 wanted_N=wanted_N,
                 temperature=sample.temperature,
@@ -65,8 +65,8 @@ class GrammarMasks:
                 experts_TLK=replayed_experts(sample),
                 candidates_NK=candidates_NK,
             )
-            rows.append(row)
-        return rows
+            sequences.append(sequence)
+        return sequences
 
     def allowed(self, span: GrammarSpan, ids_T: NDArray[np.int32]) -> list[bytes]:
         """Return, for each of the ids, all sampled under the span's grammar, the

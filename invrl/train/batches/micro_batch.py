@@ -1,8 +1,8 @@
-"""A packed micro-batch, which the model computes in one pass, and the rows that it was
+"""A packed micro-batch, which the model computes in one pass, and the sequences that it was
 packed from.
 
 Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of
-logits, M of them under a grammar, T tokens of one row. Pure numpy.
+logits, M of them under a grammar, T tokens of one sequence. Pure numpy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ UNKNOWN_EXPERT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
+class TokenSequence:
     """A sequence, and its tokens whose log-prob is wanted."""
 
     tokens_T: NDArray[np.int32]
@@ -46,23 +46,23 @@ class Row:
         return int(self.wanted_N[-1])
 
 
-def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
-    """Make one row per sample; its trained tokens are the wanted ones."""
-    rows: list[Row] = []
+def token_sequences(samples: Iterable[TrainSample]) -> list[TokenSequence]:
+    """Make one sequence per sample; its trained tokens are the wanted ones."""
+    sequences: list[TokenSequence] = []
     for sample in samples:
         wanted_N = np.flatnonzero(sample.loss_mask_T)
-        rows.append(
-            Row(
+        sequences.append(
+            TokenSequence(
                 tokens_T=sample.tokens_T,
                 wanted_N=wanted_N,
                 temperature=sample.temperature,
             )
         )
-    return rows
+    return sequences
 
 
 def replayed_experts(sample: TrainSample) -> NDArray[np.int16] | None:
-    """Return the experts of a sample's tokens, as in `Row`."""
+    """Return the experts of a sample's tokens, as in `TokenSequence`."""
     recorded_TLK = sample.experts_TLK
     if recorded_TLK is None:
         return None
@@ -106,7 +106,7 @@ class OldRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Packed tokens, wanted tokens (row by row, in the order of `rows`), and the rows
+    """Packed tokens, wanted tokens (sequence by sequence, in the order of `sequences`), and the sequences
     of logits that predict them."""
 
     tokens_P: NDArray[np.int64]
@@ -115,8 +115,8 @@ class MicroBatch:
     ends_P: NDArray[np.int64]
     """End (exclusive) of the tokens that see a packed token, which begin at its own
     place: the token and its descendants."""
-    rows_P: NDArray[np.int64]
-    """Number of rows that have the packed token: more than one in a shared prefix, none
+    sequences_P: NDArray[np.int64]
+    """Number of sequences that have the packed token: more than one in a shared prefix, none
     in padding."""
     project_U: NDArray[np.int64]
     """Places of the packed tokens whose output is projected to logits, ascending. A
@@ -129,13 +129,13 @@ class MicroBatch:
     projection_N: NDArray[np.int64]
     """Index of the row of logits that predicts each wanted token."""
     targets_N: NDArray[np.int64]
-    rows: tuple[tuple[int, NDArray[np.int64]], ...]
-    """(index of the row, positions of its wanted tokens)."""
+    sequences: tuple[tuple[int, NDArray[np.int64]], ...]
+    """(index of the sequence, positions of its wanted tokens)."""
     experts_PLK: NDArray[np.int16] | None = None
     """The K experts that each token is sent to in each layer of the model, by an
     earlier pass's choice; `UNKNOWN_EXPERT` where unknown. None: the routers choose."""
     candidates_NK: NDArray[np.int64] | None = None
-    """Candidates of `Row`, row by row."""
+    """Candidates of `TokenSequence`, sequence by sequence."""
     old_routing: "OldRouting | None" = None
     """None: nothing is compared with the old policy's routers."""
 
@@ -165,7 +165,9 @@ class MicroBatch:
             tokens_P=np.concatenate([self.tokens_P, np.zeros(num_more, np.int64)]),
             positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
             ends_P=np.concatenate([self.ends_P, np.full(num_more, num_tokens)]),
-            rows_P=np.concatenate([self.rows_P, np.zeros(num_more, np.int64)]),
+            sequences_P=np.concatenate(
+                [self.sequences_P, np.zeros(num_more, np.int64)]
+            ),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
             old_routing=None
@@ -178,11 +180,11 @@ class MicroBatch:
         number_U = np.cumsum(is_kept_U) - 1
         is_kept_M = is_kept_U[self.restricted_M]
         is_kept_N = is_kept_U[self.projection_N]
-        rows: list[tuple[int, NDArray[np.int64]]] = []
+        sequences: list[tuple[int, NDArray[np.int64]]] = []
         start = 0
-        for row_index, wanted_N in self.rows:
+        for sequence_index, wanted_N in self.sequences:
             end = start + len(wanted_N)
-            rows.append((row_index, wanted_N[is_kept_N[start:end]]))
+            sequences.append((sequence_index, wanted_N[is_kept_N[start:end]]))
             start = end
         return replace(
             self,
@@ -195,24 +197,24 @@ class MicroBatch:
             candidates_NK=None
             if self.candidates_NK is None
             else self.candidates_NK[is_kept_N],
-            rows=tuple(rows),
+            sequences=tuple(sequences),
         )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return the values [N] of the wanted tokens, from one array [T] per row."""
+        """Return the values [N] of the wanted tokens, from one array [T] per sequence."""
         picked = [np.empty(0, np.float32)]
-        for row_index, wanted_N in self.rows:
-            picked.append(arrays[row_index][wanted_N])
+        for sequence_index, wanted_N in self.sequences:
+            picked.append(arrays[sequence_index][wanted_N])
         return np.concatenate(picked)
 
     def place(
         self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]
     ) -> None:
-        """Invert `pick`: write the values into one array [T] per row."""
+        """Invert `pick`: write the values into one array [T] per sequence."""
         start = 0
-        for row_index, wanted_N in self.rows:
+        for sequence_index, wanted_N in self.sequences:
             end = start + len(wanted_N)
-            arrays[row_index][wanted_N] = values_N[start:end]
+            arrays[sequence_index][wanted_N] = values_N[start:end]
             start = end
 
 
@@ -221,7 +223,7 @@ EMPTY_MICRO_BATCH = MicroBatch(
     tokens_P=np.zeros(1, np.int64),
     positions_P=np.zeros(1, np.int64),
     ends_P=np.ones(1, np.int64),
-    rows_P=np.zeros(1, np.int64),
+    sequences_P=np.zeros(1, np.int64),
     blocks=(AttentionBlock(start=0, end=1, prefix_K=_NO_PLACES, mask_QK=None),),
     project_U=_NO_PLACES,
     restricted_M=_NO_PLACES,
@@ -229,7 +231,7 @@ EMPTY_MICRO_BATCH = MicroBatch(
     temperature_U=np.empty(0, np.float32),
     projection_N=_NO_PLACES,
     targets_N=_NO_PLACES,
-    rows=(),
+    sequences=(),
 )
 """One token and nothing wanted: with it a rank without data takes part in a step's
 collectives."""

@@ -1,14 +1,14 @@
-"""Packing: rows become micro-batches in which a shared prefix is computed once.
+"""Packing: sequences become micro-batches in which a shared prefix is computed once.
 
-When rows are sorted by their tokens, sequences that share a prefix are neighbours. One
-pass over the sorted rows of a micro-batch therefore lays out a prefix trie: each row
-adds only the tokens after its longest common prefix with the previous row. The rows
+When sequences are sorted by their tokens, sequences that share a prefix are neighbours. One
+pass over the sorted sequences of a micro-batch therefore lays out a prefix trie: each sequence
+adds only the tokens after its longest common prefix with the previous sequence. The sequences
 that share their first token form a tree, and a token attends only to its own ancestors,
-at its own depth, so the result is the same as for each row alone. The last trained
-token of a row is only predicted; neither it nor the tokens after it are computed at
+at its own depth, so the result is the same as for each sequence alone. The last trained
+token of a sequence is only predicted; neither it nor the tokens after it are computed at
 all.
 
-`bin_packing.py` decides which rows come together. Memory follows the number of packed
+`bin_packing.py` decides which sequences come together. Memory follows the number of packed
 tokens, which is bounded. One row of logits serves every trained token that comes after
 the same tokens at the same temperature. Pure numpy.
 """
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.train.batches.bin_packing import even_bins, fill_bins
+from invrl.train.batches.bin_packing import balance_bins, pack_into_bins
 from invrl.train.batches.micro_batch import (
     EMPTY_MICRO_BATCH,
     UNKNOWN_EXPERT,
     AttentionBlock,
     MicroBatch,
-    Row,
+    TokenSequence,
 )
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.types.top_logprobs import NO_TOKEN
@@ -36,46 +36,53 @@ tree is one block per branch, over the branch's ancestors and the branch itself.
 
 
 def pack(
-    rows: Sequence[Row],
+    sequences: Sequence[TokenSequence],
     *,
     max_tokens: int,
     share_prefixes: bool,
     cost: ComputeCost = UNKNOWN_MODEL,
 ) -> list[MicroBatch]:
-    """Pack rows into micro-batches of at most `max_tokens` packed tokens, as few as
-    `fill_bins` finds, and evened by their cost. `cost` is of the model's forward pass.
+    """Pack sequences into micro-batches of at most `max_tokens` packed tokens, as few as
+    `pack_into_bins` finds, and evened by their cost. `cost` is of the model's forward pass.
 
-    A row that needs more stands alone. Rows without a wanted token are left out. There
+    A sequence that needs more stands alone. Sequences without a wanted token are left out. There
     is at least one micro-batch: a rank without data takes part in the step with an
-    empty one. The result depends only on the arguments, so ranks with the same rows
+    empty one. The result depends only on the arguments, so ranks with the same sequences
     make the same micro-batches.
     """
-    order = [index for index, row in enumerate(rows) if row.num_computed]
+    order = [index for index, sequence in enumerate(sequences) if sequence.num_computed]
     num_shared = [0] * len(order)
     if share_prefixes:
-        order.sort(key=lambda index: token_order_key(rows[index].tokens_T))
-        computed = [rows[index].tokens_T[: rows[index].num_computed] for index in order]
+        order.sort(key=lambda index: token_order_key(sequences[index].tokens_T))
+        computed = [
+            sequences[index].tokens_T[: sequences[index].num_computed]
+            for index in order
+        ]
         for place in range(1, len(order)):
             num_shared[place] = common_prefix(computed[place - 1], computed[place])
-    lengths = [rows[index].num_computed for index in order]
+    lengths = [sequences[index].num_computed for index in order]
 
     def work(place: int, start: int) -> float:
-        row = rows[order[place]]
-        num_projected = int(np.count_nonzero(row.wanted_N > start))
-        return cost.tokens(start, row.num_computed) + num_projected * cost.projection
+        sequence = sequences[order[place]]
+        num_projected = int(np.count_nonzero(sequence.wanted_N > start))
+        return (
+            cost.tokens(start, sequence.num_computed) + num_projected * cost.projection
+        )
 
-    bins = fill_bins(lengths, num_shared, capacity=max_tokens)
+    bins = pack_into_bins(lengths, num_shared, capacity=max_tokens)
     micro_batches: list[MicroBatch] = []
-    for places in even_bins(bins, lengths, num_shared, capacity=max_tokens, work=work):
+    for places in balance_bins(
+        bins, lengths, num_shared, capacity=max_tokens, work=work
+    ):
         layout = _Layout(share_prefixes)
         for place in places:
-            layout.add(order[place], rows[order[place]])
+            layout.add(order[place], sequences[order[place]])
         micro_batches.append(layout.micro_batch())
     return micro_batches or [EMPTY_MICRO_BATCH]
 
 
 def token_order_key(tokens_T: NDArray[np.int32]) -> bytes:
-    """Return a sort key that orders rows by their tokens: ids are not negative, so byte
+    """Return a sort key that orders sequences by their tokens: ids are not negative, so byte
     order is token order."""
     return tokens_T.astype(">u4").tobytes()
 
@@ -102,21 +109,21 @@ class _Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlacedRow:
-    """A row in the layout."""
+class _PlacedSequence:
+    """A sequence in the layout."""
 
     index: int
-    """Index of the row among those to pack."""
-    row: Row
+    """Index of the sequence among those to pack."""
+    sequence: TokenSequence
     num_shared: int
-    """Length of the prefix that the row shares with the previous one."""
+    """Length of the prefix that the sequence shares with the previous one."""
     places_T: NDArray[np.int64]
-    """Places of the row's computed tokens: those of the shared prefix, then new
+    """Places of the sequence's computed tokens: those of the shared prefix, then new
     ones."""
 
 
 class _Layout:
-    """A micro-batch under construction. With shared prefixes its rows are added in
+    """A micro-batch under construction. With shared prefixes its sequences are added in
     sorted order."""
 
     def __init__(self, share_prefixes: bool) -> None:
@@ -125,14 +132,14 @@ class _Layout:
         self._trees: list[list[_Branch]] = []
         self._last_tokens_T = np.empty(0, np.int32)
         self._last_places_T = np.empty(0, np.int64)
-        self._rows: list[_PlacedRow] = []
+        self._sequences: list[_PlacedSequence] = []
         self._ended: list[tuple[NDArray[np.int64], int]] = []
         """(places of tokens that get no more descendants, the place after the last
         one)."""
 
-    def add(self, index: int, row: Row) -> None:
-        """Lay out the next row."""
-        tokens_T = row.tokens_T[: row.num_computed]
+    def add(self, index: int, sequence: TokenSequence) -> None:
+        """Lay out the next sequence."""
+        tokens_T = sequence.tokens_T[: sequence.num_computed]
         num_shared = 0
         if self._share_prefixes:
             num_shared = common_prefix(self._last_tokens_T, tokens_T)
@@ -141,7 +148,7 @@ class _Layout:
         places_T = np.concatenate(
             [self._last_places_T[:num_shared], np.arange(start, end)]
         )
-        self._rows.append(_PlacedRow(index, row, num_shared, places_T))
+        self._sequences.append(_PlacedSequence(index, sequence, num_shared, places_T))
         if end > start:
             if num_shared == 0:
                 self._trees.append([])
@@ -153,21 +160,23 @@ class _Layout:
 
     def micro_batch(self) -> MicroBatch:
         """Return the finished micro-batch."""
-        rows = [placed.row for placed in self._rows]
-        num_wanted = [len(row.wanted_N) for row in rows]
+        sequences = [placed.sequence for placed in self._sequences]
+        num_wanted = [len(sequence.wanted_N) for sequence in sequences]
         tokens: list[NDArray[np.int32]] = []
         positions: list[NDArray[np.int64]] = []
         predict_from: list[NDArray[np.int64]] = []
-        for placed in self._rows:
-            row = placed.row
-            tokens.append(row.tokens_T[placed.num_shared : row.num_computed])
-            positions.append(np.arange(placed.num_shared, row.num_computed))
-            predict_from.append(placed.places_T[row.wanted_N - 1])
+        for placed in self._sequences:
+            sequence = placed.sequence
+            tokens.append(sequence.tokens_T[placed.num_shared : sequence.num_computed])
+            positions.append(np.arange(placed.num_shared, sequence.num_computed))
+            predict_from.append(placed.places_T[sequence.wanted_N - 1])
         predict_from_N = np.concatenate(predict_from)
-        temperatures = np.array([row.temperature for row in rows], np.float32)
-        distinct, number_by_row = np.unique(temperatures, return_inverse=True)
-        temperature_number_N = number_by_row.astype(np.int64).repeat(num_wanted)
-        masks, mask_number_N = _numbered_masks(rows)
+        temperatures = np.array(
+            [sequence.temperature for sequence in sequences], np.float32
+        )
+        distinct, number_by_sequence = np.unique(temperatures, return_inverse=True)
+        temperature_number_N = number_by_sequence.astype(np.int64).repeat(num_wanted)
+        masks, mask_number_N = _numbered_masks(sequences)
         # Wanted tokens of one key share a row of logits. Rows of logits are in the
         # order of the keys: by place, then by temperature, then by mask.
         key_N = (predict_from_N * len(distinct) + temperature_number_N) * len(
@@ -190,8 +199,8 @@ class _Layout:
             tokens_P=np.concatenate(tokens, dtype=np.int64),
             positions_P=np.concatenate(positions),
             ends_P=self._ends(),
-            rows_P=np.bincount(
-                np.concatenate([placed.places_T for placed in self._rows])
+            sequences_P=np.bincount(
+                np.concatenate([placed.places_T for placed in self._sequences])
             ),
             blocks=tuple(
                 block for tree in self._trees for block in _attention_blocks(tree)
@@ -202,77 +211,89 @@ class _Layout:
             allowed_MW=np.array(allowed, np.uint8),
             projection_N=projection_N,
             targets_N=np.concatenate(
-                [row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64
+                [sequence.tokens_T[sequence.wanted_N] for sequence in sequences],
+                dtype=np.int64,
             ),
-            rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
+            sequences=tuple(
+                (placed.index, placed.sequence.wanted_N) for placed in self._sequences
+            ),
             experts_PLK=self._experts(),
-            candidates_NK=_candidates(rows),
+            candidates_NK=_candidates(sequences),
         )
 
     def _ends(self) -> NDArray[np.int64]:
-        """Return `ends_P`. Rows are laid out depth first, so the descendants of a token
-        are the tokens after it until a row leaves its path."""
+        """Return `ends_P`. Sequences are laid out depth first, so the descendants of a token
+        are the tokens after it until a sequence leaves its path."""
         ends_P = np.full(self._num_tokens, self._num_tokens)
         for places, end in self._ended:
             ends_P[places] = end
         return ends_P
 
     def _experts(self) -> NDArray[np.int16] | None:
-        """Return the experts of the packed tokens. Rows that share a prefix were
-        computed separately in the engine, perhaps by other experts. The first row that
+        """Return the experts of the packed tokens. Sequences that share a prefix were
+        computed separately in the engine, perhaps by other experts. The first sequence that
         knows a token's experts decides."""
         experts_PLK = None
-        for placed in reversed(self._rows):
-            experts_TLK = placed.row.experts_TLK
+        for placed in reversed(self._sequences):
+            experts_TLK = placed.sequence.experts_TLK
             if experts_TLK is None:
                 continue
             if experts_PLK is None:
                 experts_PLK = np.full(
                     (self._num_tokens, *experts_TLK.shape[1:]), UNKNOWN_EXPERT, np.int16
                 )
-            computed_TLK = experts_TLK[: placed.row.num_computed]
+            computed_TLK = experts_TLK[: placed.sequence.num_computed]
             known_T = computed_TLK[:, 0, 0] != UNKNOWN_EXPERT
             experts_PLK[placed.places_T[known_T]] = computed_TLK[known_T]
         return experts_PLK
 
 
-def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
-    """Return the candidates of all wanted tokens; `NO_TOKEN` for the tokens of rows
+def _candidates(sequences: Sequence[TokenSequence]) -> NDArray[np.int64] | None:
+    """Return the candidates of all wanted tokens; `NO_TOKEN` for the tokens of sequences
     without."""
     widths = [
-        row.candidates_NK.shape[1] for row in rows if row.candidates_NK is not None
+        sequence.candidates_NK.shape[1]
+        for sequence in sequences
+        if sequence.candidates_NK is not None
     ]
     if not widths:
         return None
     candidates_NK = np.full(
-        (sum(len(row.wanted_N) for row in rows), max(widths)), NO_TOKEN, np.int64
+        (sum(len(sequence.wanted_N) for sequence in sequences), max(widths)),
+        NO_TOKEN,
+        np.int64,
     )
     start = 0
-    for row in rows:
-        end = start + len(row.wanted_N)
-        if row.candidates_NK is not None:
-            candidates_NK[start:end, : row.candidates_NK.shape[1]] = row.candidates_NK
+    for sequence in sequences:
+        end = start + len(sequence.wanted_N)
+        if sequence.candidates_NK is not None:
+            candidates_NK[start:end, : sequence.candidates_NK.shape[1]] = (
+                sequence.candidates_NK
+            )
         start = end
     return candidates_NK
 
 
 def _numbered_masks(
-    rows: Sequence[Row],
+    sequences: Sequence[TokenSequence],
 ) -> tuple[list[bytes | None], NDArray[np.int64]]:
     """Return the distinct masks of the wanted tokens, and for each wanted token [N] the
     number of its mask."""
     numbers: dict[bytes | None, int] = {}
-    numbers_by_row: list[NDArray[np.int64]] = []
-    for row in rows:
-        if row.allowed_N:
-            row_numbers = [
-                numbers.setdefault(allowed, len(numbers)) for allowed in row.allowed_N
+    numbers_by_sequence: list[NDArray[np.int64]] = []
+    for sequence in sequences:
+        if sequence.allowed_N:
+            sequence_numbers = [
+                numbers.setdefault(allowed, len(numbers))
+                for allowed in sequence.allowed_N
             ]
-            numbers_by_row.append(np.array(row_numbers, np.int64))
+            numbers_by_sequence.append(np.array(sequence_numbers, np.int64))
         else:
             number = numbers.setdefault(None, len(numbers))
-            numbers_by_row.append(np.full(len(row.wanted_N), number, np.int64))
-    return list(numbers), np.concatenate(numbers_by_row)
+            numbers_by_sequence.append(
+                np.full(len(sequence.wanted_N), number, np.int64)
+            )
+    return list(numbers), np.concatenate(numbers_by_sequence)
 
 
 def _attention_blocks(tree: list[_Branch]) -> list[AttentionBlock]:

@@ -49,7 +49,7 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     for indices in indices_by_part:
         part = _select(batch, indices)
         counts = TrainedCounts.of(part.samples)
-        if counts.rows:
+        if counts.samples:
             parts.append(replace(part, counts=counts))
     return parts
 

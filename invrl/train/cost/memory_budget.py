@@ -140,7 +140,7 @@ class MemoryBudget:
 
     def stages(self, num_tokens: int | None = None) -> list[MemoryEstimate]:
         """Return the estimate of a rank of each pipeline stage."""
-        num_tokens = num_tokens or self.train.microbatch_tokens
+        num_tokens = num_tokens or self.train.micro_batch_tokens
         return [
             self._stage(stage, num_tokens)
             for stage in range(self.train.layout.pipeline)
@@ -153,7 +153,7 @@ class MemoryBudget:
         dense, experts = self._divided(self._parameters(stage), self._layers(stage))
         if self.has_critic:
             dense_of_critic, experts_of_critic = self._divided(
-                self._parameters_of_critic(stage), self._layers(stage)
+                self._critic_parameters(stage), self._layers(stage)
             )
             dense += dense_of_critic
             experts += experts_of_critic
@@ -230,7 +230,7 @@ class MemoryBudget:
         trained = self.size.total
         if self.has_critic:
             trained += sum(
-                self._parameters_of_critic(stage)
+                self._critic_parameters(stage)
                 for stage in range(self.train.layout.pipeline)
             )
         of_reference = self.size.total * self._kept_item if self.reference_moves else 0
@@ -272,7 +272,7 @@ class MemoryBudget:
             return parameters + rest
         return parameters + rest - self.size.vocabulary
 
-    def _parameters_of_critic(self, stage: int) -> int:
+    def _critic_parameters(self, stage: int) -> int:
         """Count the critic's parameters of a pipeline stage. Its value head is
         negligible."""
         layout = self.train.layout
@@ -287,7 +287,7 @@ class MemoryBudget:
         return parameters
 
     def _layers(self, stage: int) -> list[int]:
-        chunks = self.train.layout.layers_of(stage, self.config.num_hidden_layers)
+        chunks = self.train.layout.stage_layers(stage, self.config.num_hidden_layers)
         return [layer for chunk in chunks for layer in chunk]
 
     def _divided(self, parameters: float, layers: Sequence[int]) -> tuple[float, float]:
@@ -347,7 +347,7 @@ class MemoryBudget:
                 )
                 for layer in chunk
             ]
-            for chunk in layout.layers_of(stage, self.config.num_hidden_layers)
+            for chunk in layout.stage_layers(stage, self.config.num_hidden_layers)
         ]
 
     def _activations(self, stage: int, num_tokens: int) -> float:

@@ -114,7 +114,7 @@ class ComputeCost:
         )
 
     def tokens(self, start: int, end: int) -> float:
-        """Return the cost of the tokens [start, end) of a row, given those before
+        """Return the cost of the tokens [start, end) of a sample, given those before
         them."""
         work = self.token * (end - start)
         for window, pair in self.pairs:
@@ -123,7 +123,7 @@ class ComputeCost:
 
 
 def _attended(start: int, end: int, window: int | None) -> float:
-    """Count the keys that the tokens [start, end) of a row attend to, including
+    """Count the keys that the tokens [start, end) of a sample attend to, including
     themselves."""
     if window is None or end <= window:
         return (end - start) * (start + end + 1) / 2

@@ -18,7 +18,7 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.model.policy_model import PolicyModel, build_chunks
 from invrl.train.parallel.context_parallel import gather_wanted
 from invrl.train.parallel.context_share import ContextShare
-from invrl.train.parallel.partitions import note_partitions, parameters_of
+from invrl.train.parallel.partitions import chunk_parameters, note_partitions
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
@@ -72,7 +72,7 @@ class CriticModel(PolicyModel):
             hidden, tensor_parallel_output_grad=False
         )
         projections, is_own_N = share.own_projections()
-        project_U = to_device(share.indices_of(projections.project_U), target)
+        project_U = to_device(share.own_indices(projections.project_U), target)
         value_U = self.output_layer(hidden.squeeze(1).index_select(0, project_U))
         value_N = value_U[to_device(projections.projection_N, target)]
         return (gather_wanted(value_N, to_device(is_own_N, target)),)
@@ -93,7 +93,7 @@ def build_critic(
     """Build this rank's chunks of the critic with the folder's weights, on its device.
     Arguments as for `model.build_model`; `config` is `critic_shape`'s."""
     chunks = build_chunks(CriticModel, config, dtype, layout, options)
-    own_parameters = parameters_of(chunks)
+    own_parameters = chunk_parameters(chunks)
     own_parameters.pop(VALUE_HEAD, None)
     note_partitions(own_parameters, parameters(config))
     load_weights(own_parameters, config, folder)

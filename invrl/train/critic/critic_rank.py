@@ -74,13 +74,13 @@ class CriticRank(SavingRank):
     def values(self, shard: Shard) -> CriticValues:
         """Return the values of a batch to train; `learn` follows. All 0 on a pipeline
         stage that is not the last."""
-        from invrl.train.model.pipeline_schedule import pack_rows
+        from invrl.train.model.pipeline_schedule import pack_sequences
 
         started = time.monotonic()
         settings = self._settings
         packed = [
-            pack_rows(
-                self._masks.rows(mini_batch.samples),
+            pack_sequences(
+                self._masks.sequences(mini_batch.samples),
                 train=settings.train,
                 layout=settings.layout,
                 cost=self._cost,
@@ -98,7 +98,7 @@ class CriticRank(SavingRank):
         """Make one optimizer step per mini-batch of the batch that `values` had. Steps
         that are not finite are counted like the policy's."""
         from invrl.train.critic.critic import Targets
-        from invrl.train.parallel.process_group import largest_of_ranks
+        from invrl.train.parallel.process_group import max_over_ranks
 
         assert self._valued is not None, "values comes first"
         valued = self._valued
@@ -125,7 +125,7 @@ class CriticRank(SavingRank):
         metrics["critic_steps"] = Max(steps)
         metrics["nonfinite_steps"] = Max(nonfinite_steps)
         metrics["critic_peak_memory_gb"] = Max(
-            largest_of_ranks(device.peak_memory()) / 1e9
+            max_over_ranks(device.peak_memory()) / 1e9
         )
         return StepResult(
             optimizer_steps=steps,

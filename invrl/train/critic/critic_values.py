@@ -23,7 +23,7 @@ class CriticValues:
     """Whether the policy makes no step on this batch."""
 
 
-def in_order_of(
+def reorder_values(
     shards: Sequence[Shard],
     other_shards: Sequence[Shard],
     values: Iterable[ValuesOfShard],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.train.layers.expert_router import ExpertRouter, routers_of
+from invrl.train.layers.expert_router import ExpertRouter, expert_routers
 from invrl.train.runtime import device
 from invrl.types.metrics import Max, Mean, Metric, Min
 
@@ -77,7 +77,7 @@ class ExpertRouters:
         ]
         self._routers: dict[int, ExpertRouter] = {}
         """Routers by the position of their layer among all that have experts."""
-        for router in (router for chunk in chunks for router in routers_of(chunk)):
+        for router in (router for chunk in chunks for router in expert_routers(chunk)):
             assert router.layer_number is not None, (
                 "Megatron numbers all layers, from 1"
             )

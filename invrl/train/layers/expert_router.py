@@ -53,7 +53,10 @@ class ExpertRouter(TopKRouter):
         return weights_PE, chosen_PE
 
     def _count(
-        self, logits_PE: torch.Tensor, chosen_PE: torch.Tensor, rows_P: torch.Tensor
+        self,
+        logits_PE: torch.Tensor,
+        chosen_PE: torch.Tensor,
+        sequences_P: torch.Tensor,
     ) -> None:
         if self.score_function == "sigmoid":
             scores_PE = logits_PE.float().sigmoid()
@@ -61,8 +64,8 @@ class ExpertRouter(TopKRouter):
         else:
             shares_PE = logits_PE.float().softmax(-1)
         entropy_P = torch.special.entr(shares_PE).sum(-1).double()
-        self.tally[:-1] += rows_P @ chosen_PE.double()
-        self.tally[-1] += rows_P @ entropy_P
+        self.tally[:-1] += sequences_P @ chosen_PE.double()
+        self.tally[-1] += sequences_P @ entropy_P
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -76,21 +79,23 @@ class ExpertRouter(TopKRouter):
         return module
 
 
-def routers_of(model: torch.nn.Module) -> list[ExpertRouter]:
+def expert_routers(model: torch.nn.Module) -> list[ExpertRouter]:
     return [module for module in model.modules() if isinstance(module, ExpertRouter)]
 
 
 @contextmanager
-def counting(routers: Sequence[ExpertRouter], rows_P: torch.Tensor) -> Iterator[None]:
+def counting(
+    routers: Sequence[ExpertRouter], sequences_P: torch.Tensor
+) -> Iterator[None]:
     """Let the routers count within the block: each token once for each row that has it,
     so that the sum depends neither on how rows were packed nor on how ranks divide
     them.
 
-    `rows_P` is of the tokens that this rank routes. Repetitions by activation
+    `sequences_P` is of the tokens that this rank routes. Repetitions by activation
     recomputation in the backward pass are outside of the block.
     """
     for router in routers:
-        router._rows_P = rows_P
+        router._rows_P = sequences_P
     try:
         yield
     finally:

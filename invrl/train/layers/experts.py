@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from invrl.train.layers.grouped_linear import grouped_linear, takes_rows_of
+from invrl.train.layers.grouped_linear import grouped_linear, supports_num_rows
 
 
 class Experts(SequentialMLP):
@@ -31,7 +31,7 @@ class Experts(SequentialMLP):
         the outputs, which multiply the input of the second projection, as in Megatron.
         """
         dtype = permuted_local_hidden_states.dtype
-        if not all(takes_rows_of(length, dtype) for length in self._row_lengths):
+        if not all(supports_num_rows(length, dtype) for length in self._row_lengths):
             return super().forward(
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )

@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 """Alignment in bytes of the matrices and rows that `grouped_mm` takes."""
 
 
-def takes_rows_of(length: int, dtype: torch.dtype) -> bool:
+def supports_num_rows(length: int, dtype: torch.dtype) -> bool:
     """Whether inputs and outputs of `grouped_linear` may have this length."""
     return length * dtype.itemsize % _ALIGNMENT == 0
 
@@ -28,7 +28,7 @@ def grouped_linear(
 
     `sizes_E` are the numbers of rows of the groups, which follow each other. `weights`
     has one [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
-    `takes_rows_of` checks I and O.
+    `supports_num_rows` checks I and O.
     """
     return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
 

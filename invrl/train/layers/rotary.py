@@ -85,8 +85,8 @@ def _yarn_frequencies(rope: YarnRope, dim: int) -> torch.Tensor:
     periods = rope.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
     extrapolated = 1.0 / periods
     interpolated = 1.0 / (rope.factor * periods)
-    first = _dimension_of_turns(rope, rope.beta_fast, dim)
-    last = _dimension_of_turns(rope, rope.beta_slow, dim)
+    first = _dimension_with_turns(rope, rope.beta_fast, dim)
+    last = _dimension_with_turns(rope, rope.beta_slow, dim)
     if rope.truncate:
         first = math.floor(first)
         last = math.ceil(last)
@@ -101,7 +101,7 @@ def _yarn_frequencies(rope: YarnRope, dim: int) -> torch.Tensor:
     return interpolated * (1 - kept) + extrapolated * kept
 
 
-def _dimension_of_turns(rope: YarnRope, turns: float, dim: int) -> float:
+def _dimension_with_turns(rope: YarnRope, turns: float, dim: int) -> float:
     """Return the dimension that turns this many times within the original context, as a
     real number."""
     positions_per_turn = rope.original_max_position_embeddings / (turns * 2 * math.pi)

@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 from invrl.algorithms.policy_loss.router_shift import layer_shift, score_logprobs
 from invrl.errors import TrainError
 from invrl.families.model_config import Experts
-from invrl.train.batches.micro_batch import UNKNOWN_EXPERT, MicroBatch, OldRouting, Row
+from invrl.train.batches.micro_batch import (
+    UNKNOWN_EXPERT,
+    MicroBatch,
+    OldRouting,
+    TokenSequence,
+)
 from invrl.train.parallel.context_parallel import own_share
 from invrl.train.parallel.context_share import ContextShare
 from invrl.train.runtime import device
@@ -247,14 +252,14 @@ class RoutingRecorder:
         """Whether recorded data is used."""
         return self.replays or self.keeps_scores
 
-    def check(self, rows: Iterable[Row]) -> None:
-        """Raise TrainError if the experts of a row are not those of such a model."""
+    def check(self, sequences: Iterable[TokenSequence]) -> None:
+        """Raise TrainError if the experts of a sequence are not those of such a model."""
         expected = (self.num_layers, self.experts.chosen)
-        for row in rows:
-            if row.experts_TLK is None:
+        for sequence in sequences:
+            if sequence.experts_TLK is None:
                 continue
-            found = row.experts_TLK.shape[1:]
-            highest = int(row.experts_TLK.max(initial=UNKNOWN_EXPERT))
+            found = sequence.experts_TLK.shape[1:]
+            highest = int(sequence.experts_TLK.max(initial=UNKNOWN_EXPERT))
             if found != expected or highest >= self.experts.count:
                 raise TrainError(
                     f"the batch has experts of another model: {found[1]} of at least {highest + 1} in each "
@@ -286,7 +291,7 @@ class RoutingRecorder:
         ranks hold, tokens that other ranks route, and layers without experts."""
         routed: list[MicroBatch] = []
         for index, micro_batch in enumerate(micro_batches):
-            if not micro_batch.rows:  # a placeholder without data
+            if not micro_batch.sequences:  # a placeholder without data
                 routed.append(micro_batch)
                 continue
             layers: dict[int, LayerRouting] = {}

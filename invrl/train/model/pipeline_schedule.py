@@ -1,4 +1,4 @@
-"""Packed rows in Megatron's schedule over the chunks of a model, for every layout of
+"""Packed sequences in Megatron's schedule over the chunks of a model, for every layout of
 ranks.
 
 Every rank of a replica has the same micro-batches; only the last pipeline stage has the
@@ -15,12 +15,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
 from invrl.train.model.step_progress import StepProgress
-from invrl.train.parallel.process_group import largest_of_expert_ranks
+from invrl.train.parallel.process_group import max_over_expert_ranks
 from invrl.train.parallel_layout import ParallelLayout
 
 SampleNumbers = list[NDArray[np.float32]]
@@ -30,42 +30,42 @@ elsewhere."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Rows, and the micro-batches that they became."""
+    """Sequences, and the micro-batches that they became."""
 
-    rows: Sequence[Row]
+    sequences: Sequence[TokenSequence]
     micro_batches: list[MicroBatch]
 
 
-def micro_batches_of(packed: Sequence[Packed]) -> list[MicroBatch]:
+def concatenate_micro_batches(packed: Sequence[Packed]) -> list[MicroBatch]:
     """Concatenate the micro-batches of all parts."""
     return [micro_batch for part in packed for micro_batch in part.micro_batches]
 
 
-def pack_rows(
-    rows: Sequence[Row],
+def pack_sequences(
+    sequences: Sequence[TokenSequence],
     *,
     train: TrainConfig,
     layout: ParallelLayout,
     cost: ComputeCost,
 ) -> Packed:
-    """Make micro-batches of the rows, as many as the ranks of the layout need to meet
+    """Make micro-batches of the sequences, as many as the ranks of the layout need to meet
     in each of them."""
     micro_batches = pack(
-        rows,
-        max_tokens=train.microbatch_tokens,
+        sequences,
+        max_tokens=train.micro_batch_tokens,
         share_prefixes=train.share_prefixes,
         cost=cost,
     )
     number = len(micro_batches)
     if layout.expert > 1:
         # In each layer the ranks that divide its experts wait for each other's tokens.
-        number = int(largest_of_expert_ranks(number))
+        number = int(max_over_expert_ranks(number))
     if layout.virtual_pipeline > 1:
         # The interleaved schedule takes as many micro-batches at a time as there are
         # stages.
         number += -number % layout.pipeline
     micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
-    return Packed(rows, micro_batches)
+    return Packed(sequences, micro_batches)
 
 
 def run_schedule(
@@ -99,21 +99,23 @@ def forward_pass(
     packed: Sequence[Packed],
     progress: StepProgress | None = None,
 ) -> list[SampleNumbers]:
-    """Make one forward pass over all these rows, without gradient, and return the first
+    """Make one forward pass over all these sequences, without gradient, and return the first
     of the model's outputs, for each part. All 0 on a pipeline stage that is not the
     last."""
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
             chunks,
             _forward_only,
-            micro_batches_of(packed),
+            concatenate_micro_batches(packed),
             forward_only=True,
             progress=progress,
         )
     outputs_by_micro_batch = iter(outputs)
     by_part: list[SampleNumbers] = []
     for part in packed:
-        arrays = [np.zeros(len(row.tokens_T), np.float32) for row in part.rows]
+        arrays = [
+            np.zeros(len(sequence.tokens_T), np.float32) for sequence in part.sequences
+        ]
         if outputs:  # the last pipeline stage has them
             for micro_batch in part.micro_batches:
                 micro_batch.place(next(outputs_by_micro_batch).cpu().numpy(), arrays)

@@ -37,7 +37,7 @@ from invrl.families.model_config import (
 from invrl.families.rope import Rope, attention_factor
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.layers.attention import PackedRow
-from invrl.train.layers.expert_router import counting, routers_of
+from invrl.train.layers.expert_router import counting, expert_routers
 from invrl.train.layers.layer_specs import decoder_layer
 from invrl.train.layers.rms_norm import RmsNorm
 from invrl.train.layers.rotary import RotaryPositions, frequencies
@@ -45,7 +45,7 @@ from invrl.train.layers.routing_replay import Routing, RoutingRecorder
 from invrl.train.model.logprobs import projected_logprobs
 from invrl.train.parallel.context_parallel import gather_wanted, own_share
 from invrl.train.parallel.context_share import ContextShare
-from invrl.train.parallel.partitions import note_partitions, parameters_of
+from invrl.train.parallel.partitions import chunk_parameters, note_partitions
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
@@ -70,7 +70,7 @@ class PolicyModel(GPTModel):
     def describe(self, shape: HuggingFaceConfig) -> None:
         """Complete the construction, whose arguments are Megatron's."""
         self.shape = shape
-        self._routers = routers_of(self)
+        self._routers = expert_routers(self)
         attentions = [
             shape.attention(layer) for layer in range(shape.num_hidden_layers)
         ]
@@ -137,7 +137,7 @@ class PolicyModel(GPTModel):
             hidden, tensor_parallel_output_grad=True
         )
         projections, is_own_N = share.own_projections()
-        project_U = to_device(share.indices_of(projections.project_U), target)
+        project_U = to_device(share.own_indices(projections.project_U), target)
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
         weight_VH = self._projection_weight()
         group = cast(
@@ -170,7 +170,7 @@ class PolicyModel(GPTModel):
                 own_P, tensor_parallel_output_grad=False
             )
         projections, is_own_N = share.own_projections()
-        places_S = share.indices_of(projections.project_U)[projections.projection_N]
+        places_S = share.own_indices(projections.project_U)[projections.projection_N]
         own_S = shift_Q[to_device(places_S, shift_Q.device)]
         return gather_wanted(own_S, to_device(is_own_N, shift_Q.device))
 
@@ -181,8 +181,8 @@ class PolicyModel(GPTModel):
         if not self._routers or not torch.is_grad_enabled():
             yield
             return
-        rows_Q = to_device(share.rows_Q, device.device())
-        parts = rows_Q.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        sequences_Q = to_device(share.sequences_Q, device.device())
+        parts = sequences_Q.chunk(parallel_state.get_tensor_model_parallel_world_size())
         with counting(
             self._routers, parts[parallel_state.get_tensor_model_parallel_rank()]
         ):
@@ -229,7 +229,7 @@ def build_model(
     `megatron_args`.
     """
     chunks = build_chunks(PolicyModel, config, dtype, layout, options)
-    own_parameters = parameters_of(chunks)
+    own_parameters = chunk_parameters(chunks)
     note_partitions(own_parameters, parameters(config))
     load_weights(own_parameters, config, folder)
     return [chunk.to(device.device()) for chunk in chunks]

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.model.policy_model import PolicyModel
-from invrl.train.parallel.partitions import parameters_of
+from invrl.train.parallel.partitions import chunk_parameters
 from invrl.train.runtime import device
 from invrl.train.weights.conversion import read_weights
 
@@ -49,7 +49,7 @@ class FrozenReference:
         """`folder` has the weights, of a model like that of `chunks`. `is_averaged`
         keeps them in float32, in which small changes are not lost. Raises TrainError
         unless they fit."""
-        own_parameters = parameters_of(chunks)
+        own_parameters = chunk_parameters(chunks)
         weights = {
             name: _kept(tensor, own_parameters[name], placement, is_averaged)
             for name, tensor in read_weights(own_parameters, config, folder)

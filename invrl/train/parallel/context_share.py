@@ -65,8 +65,8 @@ class ContextShare:
         return self.micro_batch.positions_P[self.places_Q]
 
     @property
-    def rows_Q(self) -> NDArray[np.int64]:
-        return self.micro_batch.rows_P[self.places_Q]
+    def sequences_Q(self) -> NDArray[np.int64]:
+        return self.micro_batch.sequences_P[self.places_Q]
 
     def own_blocks(self, blocks: Sequence[AttentionBlock]) -> Sequence[AttentionBlock]:
         """Return the attention of this rank's queries, in their order. Places are those
@@ -93,7 +93,7 @@ class ContextShare:
             self.micro_batch.projection_N
         ]
 
-    def indices_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def own_indices(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of each of these places among this rank's tokens. All must
         be its own."""
         return np.searchsorted(self.places_Q, places)

@@ -22,7 +22,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
 
-def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
+def chunk_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
     """Return the saved tensors of a rank's chunks, parameters and buffers, by their
     names in a model on one rank.
 

@@ -14,12 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore
 
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.host.network.rendezvous import (
     interface_towards,
     join_store,
-    refuse_newcomers,
-    refuse_strangers,
+    refuse_new_connections,
+    refuse_unknown_connections,
     serve_store,
 )
 from invrl.train.rank_settings import RankSettings
@@ -30,15 +30,15 @@ Item = TypeVar("Item")
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. All ranks call it together."""
-    return bool(largest_of_ranks(float(flag)))
+    return bool(max_over_ranks(float(flag)))
 
 
-def largest_of_ranks(value: float) -> float:
+def max_over_ranks(value: float) -> float:
     """Return the largest value of all ranks, which call it together."""
     return _largest(value, None)
 
 
-def largest_of_expert_ranks(value: float) -> float:
+def max_over_expert_ranks(value: float) -> float:
     """Return the largest value of the ranks that divide the experts of a layer, which
     call it together."""
     return _largest(value, parallel_state.get_expert_model_parallel_group())
@@ -50,7 +50,7 @@ def _largest(value: float, group: Any) -> float:
     return float(values)
 
 
-def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
+def mean_over_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return the mean of each number over all ranks: its totals over its weights. NaN
     without any weight. All ranks call it together; those that have the same tokens
     count them alike."""
@@ -61,7 +61,7 @@ def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[fl
     return (sums[: len(totals)] / sums[len(totals) :]).tolist()
 
 
-def sums_of_replicas(values: Sequence[float]) -> list[float]:
+def sum_over_replicas(values: Sequence[float]) -> list[float]:
     """Sum each of these over the data-parallel ranks, in float64. These ranks call it
     together."""
     summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
@@ -83,7 +83,7 @@ def sum_in_order(own: float, ranks: Iterable[int]) -> float:
     return total
 
 
-def gather_of_replicas(own: Item) -> list[Item]:
+def gather_from_replicas(own: Item) -> list[Item]:
     """Return the objects of all data-parallel ranks, in the order of the ranks, which
     call it together."""
     group = cast(
@@ -94,15 +94,15 @@ def gather_of_replicas(own: Item) -> list[Item]:
     return items
 
 
-def gather_rows(own: RowTable) -> tuple[RowTable, int]:
-    """Return the rows of all data-parallel ranks, in the order of the ranks, and where
+def gather_samples(own: SampleTable) -> tuple[SampleTable, int]:
+    """Return the samples of all data-parallel ranks, in the order of the ranks, and where
     this rank's own begin. These ranks call it together."""
     group = cast(
         torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
     )
-    tables = gather_of_replicas(own)
+    tables = gather_from_replicas(own)
     before = tables[: group.rank()]
-    return RowTable.joined(tables), sum(len(table.group_ids) for table in before)
+    return SampleTable.joined(tables), sum(len(table.group_ids) for table in before)
 
 
 def join_process_group(
@@ -151,7 +151,7 @@ def join_process_group(
     # On GPUs the store stays open, because communicators connect when they are first
     # used.
     if listener is not None and not device.groups_connect_late():
-        refuse_newcomers(listener)
-        refuse_strangers(listener, members=world_size)
+        refuse_new_connections(listener)
+        refuse_unknown_connections(listener, members=world_size)
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)

@@ -84,7 +84,7 @@ class LateTensors:
     def placeholder(self, numel: int, gather: Gather) -> torch.Tensor:
         """Return a flat float32 placeholder for the tensor that `gather` returns."""
         tensor = torch.empty(numel, dtype=torch.float32, device="meta")
-        self._gathers[_storage_of(tensor)] = gather
+        self._gathers[_tensor_storage(tensor)] = gather
         self._placeholders.append(tensor)
         return tensor
 
@@ -93,7 +93,7 @@ class LateTensors:
         return list(self._gathers.items())
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def _tensor_storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -294,7 +294,7 @@ class _Writer(FileSystemWriterAsync):
         for item in self._plan.items:
             data = self._planner.resolve_data(item)
             if isinstance(data, torch.Tensor) and data.is_meta:
-                late_items.setdefault(_storage_of(data), []).append((item, data))
+                late_items.setdefault(_tensor_storage(data), []).append((item, data))
             else:
                 yield item, data
         for storage_key, gather in self._late.gathers():

@@ -19,7 +19,7 @@ from invrl.errors import (
     TrainError,
 )
 from invrl.host.files.disk import is_full
-from invrl.host.processes.lived_time import lived_wait
+from invrl.host.processes.awake_time import awake_wait
 from invrl.host.ray.actor import ActorHandle
 from invrl.host.ray.actor_heartbeat import Pulse
 from invrl.host.ray.actor_log import last_lines
@@ -74,7 +74,7 @@ class RankCalls:
         call ends nevertheless, raise DiskFullError and keep the ranks."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
-            done, pending = await lived_wait(
+            done, pending = await awake_wait(
                 tasks.values(), timeout_s, return_when=asyncio.FIRST_EXCEPTION
             )
             if pending and any(_may_follow(task.exception()) for task in done):

@@ -103,7 +103,7 @@ class Trained:
         optimizer: Any = self._optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=metadata
         )
-        steps = _steps_of_all_ranks(parts)
+        steps = _steps_on_all_ranks(parts)
         for place, part in enumerate(parts):
             of_part = optimizer if len(parts) == 1 else optimizer[place]
             write_steps(
@@ -124,7 +124,7 @@ class Trained:
         self._schedule.load_state_dict(state["schedule"])
 
 
-def _steps_of_all_ranks(parts: Sequence[Any]) -> float:
+def _steps_on_all_ranks(parts: Sequence[Any]) -> float:
     """Return the steps of the rank that has made the most. Called on all ranks
     together."""
     steps = torch.tensor(

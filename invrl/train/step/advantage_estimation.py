@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from invrl.algorithms.advantages.token_advantages import (
-    TokenCredit,
+    TokenAdvantages,
     gae,
     length_adaptive_lambda,
     v_trace,
@@ -28,7 +28,7 @@ from invrl.algorithms.policy_loss.kl import estimate
 from invrl.algorithms.policy_loss.ratios import LOG_RATIO_BOUND
 from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
-from invrl.train.parallel.process_group import sums_of_replicas
+from invrl.train.parallel.process_group import sum_over_replicas
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Max, Mean, Metric
 
@@ -47,7 +47,7 @@ class Credit:
     """Equal on every data-parallel rank, except for means, which add up."""
 
 
-def credit(
+def estimate_advantages(
     shard: Shard,
     values: Sequence[SampleNumbers] | None,
     *,
@@ -55,14 +55,14 @@ def credit(
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
 ) -> Credit:
-    """Compute credit; all inputs have one entry per mini-batch. `values` is None
+    """Estimate advantages; all inputs have one entry per mini-batch. `values` is None
     without a critic: the advantage of a token is then the discounted sum of the rewards
     from it on. `old` has log-probs under the old policy, for V-trace and for the KL in
     the reward. The data-parallel ranks call it together."""
-    credit_by_step: list[list[TokenCredit]] = []
+    advantages_by_step: list[list[TokenAdvantages]] = []
     kl = Mean(0.0, 0.0)
     for at, mini_batch in enumerate(shard):
-        of_step: list[TokenCredit] = []
+        of_step: list[TokenAdvantages] = []
         for index, sample in enumerate(mini_batch.samples):
             rewards_T = token_rewards(sample)
             frozen = reference[at]
@@ -78,7 +78,7 @@ def credit(
                 of_step.append(_without_values(sample, rewards_T, config))
                 continue
             of_step.append(
-                _of_row(
+                _of_sample(
                     sample,
                     rewards_T,
                     values[at][index],
@@ -87,18 +87,18 @@ def credit(
                     discount=config.discount,
                 )
             )
-        credit_by_step.append(of_step)
+        advantages_by_step.append(of_step)
     returns = [
-        [of_row.returns_T.astype(np.float32) for of_row in of_step]
-        for of_step in credit_by_step
+        [of_sample.returns_T.astype(np.float32) for of_sample in of_step]
+        for of_step in advantages_by_step
     ]
     metrics: dict[str, Metric] = {}
     if values is not None:
-        metrics = _fit_of_values(shard, values, credit_by_step)
+        metrics = _value_fit_metrics(shard, values, advantages_by_step)
     if config.kl_in_token_rewards:
         metrics["kl_in_reward"] = kl
     if config.token_level:
-        shard = _with_advantages(shard, credit_by_step, config)
+        shard = _with_advantages(shard, advantages_by_step, config)
     return Credit(shard=shard, returns=returns, metrics=metrics)
 
 
@@ -134,7 +134,7 @@ def divergence(
 
 def _without_values(
     sample: TrainSample, rewards_T: NDArray[np.float64], config: AlgorithmConfig
-) -> TokenCredit:
+) -> TokenAdvantages:
     """Compute REINFORCE++'s advantages, before whitening (arXiv 2501.03262, eq. 4):
     with lambda = 1 and values of 0 GAE is the discounted return."""
     return gae(
@@ -147,7 +147,7 @@ def _without_values(
     )
 
 
-def _of_row(
+def _of_sample(
     sample: TrainSample,
     rewards_T: NDArray[np.float64],
     values_T: NDArray[np.float32],
@@ -155,7 +155,7 @@ def _of_row(
     critic: CriticConfig,
     *,
     discount: float,
-) -> TokenCredit:
+) -> TokenAdvantages:
     mask_T = sample.loss_mask_T
     if critic.targets == "vtrace":
         gap_T = old_T.astype(np.float64) - sample.rollout_logprobs_T
@@ -184,12 +184,12 @@ def _of_row(
 
 def _with_advantages(
     shard: Shard,
-    credit_by_step: Sequence[Sequence[TokenCredit]],
+    estimates_by_step: Sequence[Sequence[TokenAdvantages]],
     config: AlgorithmConfig,
 ) -> Shard:
     """Return the shard with these advantages, whitened."""
     advantages_by_step = [
-        [of_row.advantages_T for of_row in of_step] for of_step in credit_by_step
+        [estimate.advantages_T for estimate in of_step] for of_step in estimates_by_step
     ]
     moments = _moments(
         shard, advantages_by_step, over_rollouts=config.whitened_over == "rollouts"
@@ -208,21 +208,21 @@ def _with_advantages(
     return tuple(whitened)
 
 
-def _fit_of_values(
+def _value_fit_metrics(
     shard: Shard,
     values: Sequence[SampleNumbers],
-    credit_by_step: Sequence[Sequence[TokenCredit]],
+    advantages_by_step: Sequence[Sequence[TokenAdvantages]],
 ) -> dict[str, Metric]:
     """Return the explained variance of the returns by the values: 1 is all; below 0,
     the mean of the returns would be a better guess. Nothing for equal returns."""
     returns: list[list[NDArray[np.float64]]] = []
     errors: list[list[NDArray[np.float64]]] = []
-    for of_step, values_of_step in zip(credit_by_step, values, strict=True):
-        returns.append([of_row.returns_T for of_row in of_step])
+    for of_step, values_of_step in zip(advantages_by_step, values, strict=True):
+        returns.append([of_sample.returns_T for of_sample in of_step])
         errors.append(
             [
-                of_row.returns_T - values_T
-                for of_row, values_T in zip(of_step, values_of_step, strict=True)
+                of_sample.returns_T - values_T
+                for of_sample, values_T in zip(of_step, values_of_step, strict=True)
             ]
         )
     of_returns = _moments(shard, returns)
@@ -254,5 +254,5 @@ def _moments(
             if over_rollouts:
                 weight = 1 / mini_batch.trained.tokens_of_rollout[sample.rollout_id]
             own += Moments.of(numbers_N, np.full(len(numbers_N), weight))
-    count, total, squares = sums_of_replicas([own.count, own.total, own.squares])
+    count, total, squares = sum_over_replicas([own.count, own.total, own.squares])
     return Moments(count=count, total=total, squares=squares)

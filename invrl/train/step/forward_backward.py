@@ -21,7 +21,7 @@ from invrl.train.model.nonfinite_steps import on_host
 from invrl.train.model.pipeline_schedule import run_schedule
 from invrl.train.model.step_progress import StepProgress
 from invrl.train.runtime import device
-from invrl.train.step.loss_tensors import LossWork
+from invrl.train.step.loss_tensors import LossBatch
 from invrl.types.metrics import Metric, Sum
 
 
@@ -49,7 +49,7 @@ class LossPass:
         """Losses that are not finite."""
         return [loss for loss in self.losses if not math.isfinite(loss)]
 
-    def gradients(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+    def gradients(self, work: Sequence[LossBatch]) -> list[dict[str, Metric]]:
         """Add the gradients of a mini-batch, summed over its micro-batches and reduced
         over ranks.
 
@@ -65,7 +65,7 @@ class LossPass:
         self.losses = on_host(self._losses)
         return [dict(part) for part in metrics]
 
-    def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+    def metrics(self, work: Sequence[LossBatch]) -> list[dict[str, Metric]]:
         """Return the metrics of each micro-batch, without gradient. `loss` is the
         objective's own metric of that name, else its loss."""
         with torch.no_grad():
@@ -79,7 +79,7 @@ class LossPass:
         return [{"loss": Sum(float(part.loss)), **part.metrics} for part in outputs]
 
     def _forward_step(
-        self, work: Iterator[LossWork], model: torch.nn.Module
+        self, work: Iterator[LossBatch], model: torch.nn.Module
     ) -> tuple[Any, Any]:
         """Run Megatron's forward step: return the model's output, and the function that
         computes the loss from it."""
@@ -104,7 +104,7 @@ class LossPass:
         return logprobs_N, compute_loss
 
     def _evaluation_step(
-        self, work: Iterator[LossWork], model: torch.nn.Module
+        self, work: Iterator[LossBatch], model: torch.nn.Module
     ) -> tuple[Any, Any]:
         """Run Megatron's forward step if only the metrics of the loss are needed."""
         item = next(work)

@@ -1,4 +1,4 @@
-"""Passes of one rank's model without gradient: log-probs of rows under the policy and
+"""LogprobPasses of one rank's model without gradient: log-probs of sequences under the policy and
 under frozen models.
 
 Imported after `device.prepare()`.
@@ -11,8 +11,8 @@ from itertools import islice
 from megatron.core.distributed import DistributedDataParallel
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.objectives.objectives import needs_of
-from invrl.train.batches.micro_batch import Row
+from invrl.algorithms.objectives.objectives import objective_needs
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
@@ -20,9 +20,9 @@ from invrl.train.layers.routing_replay import RoutingRecorder
 from invrl.train.model.pipeline_schedule import (
     Packed,
     SampleNumbers,
+    concatenate_micro_batches,
     forward_pass,
-    micro_batches_of,
-    pack_rows,
+    pack_sequences,
 )
 from invrl.train.model.reference import FrozenReference
 from invrl.train.model.step_progress import StepProgress
@@ -32,8 +32,8 @@ from invrl.types.batches import TrainBatch
 
 
 @dataclass(slots=True, eq=False)
-class Passes:
-    """Packs rows into micro-batches, and runs them through the chunks of one rank."""
+class LogprobPasses:
+    """Packs sequences into micro-batches, and runs them through the chunks of one rank."""
 
     chunks: Sequence[DistributedDataParallel]
     _: KW_ONLY
@@ -47,32 +47,36 @@ class Passes:
     progress: StepProgress = field(default_factory=StepProgress)
     """Current work. Other threads may read it."""
 
-    def pack(self, rows: Sequence[Row]) -> Packed:
-        """Pack rows. Raises TrainError for rows with replayed experts that are not
+    def pack(self, sequences: Sequence[TokenSequence]) -> Packed:
+        """Pack sequences. Raises TrainError for sequences with replayed experts that are not
         those of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
-            self.routing.check(rows)
+            self.routing.check(sequences)
         else:
-            rows = [replace(row, experts_TLK=None) for row in rows]
-        if not needs_of(self.algorithm).top_logprobs:
-            rows = [replace(row, candidates_NK=None) for row in rows]
-        return pack_rows(rows, train=self.train, layout=self.layout, cost=self.cost)
+            sequences = [replace(sequence, experts_TLK=None) for sequence in sequences]
+        if not objective_needs(self.algorithm).top_logprobs:
+            sequences = [
+                replace(sequence, candidates_NK=None) for sequence in sequences
+            ]
+        return pack_sequences(
+            sequences, train=self.train, layout=self.layout, cost=self.cost
+        )
 
-    def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
-        """Return log-probs under the current policy: one array [T] per row, 0 for
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> SampleNumbers:
+        """Return log-probs under the current policy: one array [T] per sequence, 0 for
         unwanted tokens. All 0 on a pipeline stage that is not the last."""
-        [logprobs] = self.forward([self.pack(rows)], "log-probs")
+        [logprobs] = self.forward([self.pack(sequences)], "log-probs")
         return logprobs
 
     def forward(self, packed: Sequence[Packed], work: str) -> list[SampleNumbers]:
-        """Make one forward pass of the current model over all these rows, with the
+        """Make one forward pass of the current model over all these sequences, with the
         results of `logprobs` for each part. `work` is its name in `progress`."""
         self.progress.begin(work)
         logprobs = forward_pass(self.chunks, packed, self.progress)
         self.progress.end_pass()
         return logprobs
 
-    def old(
+    def old_logprobs(
         self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
     ) -> Sequence[SampleNumbers | None]:
         """Return log-probs under the old policy, per mini-batch, computed before the
@@ -82,22 +86,24 @@ class Passes:
         With the trainer's routing replay, or if the objective needs the router shift,
         the micro-batches of `packed` get the experts that this pass chooses.
         """
-        if len(shard) < 2 or not needs_of(self.algorithm).old:
+        if len(shard) < 2 or not objective_needs(self.algorithm).old:
             return [None] * len(shard)
         with device.timed(seconds, "old_logprobs"):
             if self.routing is None or not self.routing.records:
                 return [None, *self.forward(packed[1:], "old log-probs")]
             with self.routing.recording():
                 old_by_step = self.forward(packed[1:], "old log-probs")
-            routed = iter(self.routing.with_recorded(micro_batches_of(packed[1:])))
+            routed = iter(
+                self.routing.with_recorded(concatenate_micro_batches(packed[1:]))
+            )
             for index in range(1, len(packed)):
                 part = packed[index]
                 packed[index] = Packed(
-                    part.rows, list(islice(routed, len(part.micro_batches)))
+                    part.sequences, list(islice(routed, len(part.micro_batches)))
                 )
             return [None, *old_by_step]
 
-    def frozen(
+    def frozen_logprobs(
         self,
         frozen: FrozenReference | None,
         phase: str,
@@ -114,11 +120,11 @@ class Passes:
                 replace(micro_batch, experts_PLK=None)
                 for micro_batch in part.micro_batches
             ]
-            unrouted.append(Packed(part.rows, micro_batches))
+            unrouted.append(Packed(part.sequences, micro_batches))
         with device.timed(seconds, phase), frozen.in_place():
             return [*self.forward(unrouted, f"log-probs of the {phase}")]
 
-    def before(
+    def logprobs_before_step(
         self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
     ) -> SampleNumbers:
         """Return log-probs under the old policy of a mini-batch whose loss does not

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples, TopTokens
 from invrl.algorithms.objectives.objectives import (
     STALENESS_COLUMN,
     TEACHER_COLUMN,
     Needs,
-    needs_of,
+    objective_needs,
 )
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.critic.critic import Targets
@@ -32,7 +32,7 @@ from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LossWork:
+class LossBatch:
     """A micro-batch, and the inputs of its loss in addition to the current policy's
     numbers."""
 
@@ -65,7 +65,7 @@ class LossWork:
         )
 
 
-def loss_work(
+def make_loss_batches(
     mini_batch: TrainBatch,
     packed: Packed,
     old: SampleNumbers | None,
@@ -75,9 +75,9 @@ def loss_work(
     algorithm: AlgorithmConfig,
     teacher: SampleNumbers | None = None,
     targets: Targets | None = None,
-) -> list[LossWork]:
+) -> list[LossBatch]:
     """Return the loss work of each micro-batch."""
-    needs = needs_of(algorithm)
+    needs = objective_needs(algorithm)
     return [
         _of_micro_batch(
             mini_batch,
@@ -103,7 +103,7 @@ def _of_micro_batch(
     teacher: SampleNumbers | None,
     targets: Targets | None,
     needs: Needs,
-) -> LossWork:
+) -> LossBatch:
     """Pick the values of the micro-batch's wanted tokens out of the mini-batch's
     arrays."""
     samples = mini_batch.samples
@@ -111,23 +111,27 @@ def _of_micro_batch(
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return to_device(micro_batch.pick(arrays), device.device())
 
-    def of_rows(values: Iterable[float]) -> torch.Tensor:
+    def sample_tensor(values: Iterable[float]) -> torch.Tensor:
         return to_device(np.array(list(values), np.float32), device.device())
 
     trained = mini_batch.trained
-    row_indices = [index for index, wanted_N in micro_batch.rows if len(wanted_N)]
-    row_samples = [samples[index] for index in row_indices]
-    tokens_of_row = [len(wanted_N) for _, wanted_N in micro_batch.rows if len(wanted_N)]
-    rows = Rows(
-        row_N=to_device(
-            np.arange(len(row_indices)).repeat(tokens_of_row), device.device()
+    trained_indices = [
+        index for index, wanted_N in micro_batch.sequences if len(wanted_N)
+    ]
+    trained_samples = [samples[index] for index in trained_indices]
+    tokens_of_sample = [
+        len(wanted_N) for _, wanted_N in micro_batch.sequences if len(wanted_N)
+    ]
+    loss_samples = Samples(
+        sample_N=to_device(
+            np.arange(len(trained_indices)).repeat(tokens_of_sample), device.device()
         ),
-        tokens_R=of_rows(tokens_of_row),
-        rollout_tokens_R=of_rows(
-            trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples
+        tokens_R=sample_tensor(tokens_of_sample),
+        rollout_tokens_R=sample_tensor(
+            trained.tokens_of_rollout[sample.rollout_id] for sample in trained_samples
         ),
-        group_tokens_R=of_rows(
-            trained.tokens_of_group[sample.group_id] for sample in row_samples
+        group_tokens_R=sample_tensor(
+            trained.tokens_of_group[sample.group_id] for sample in trained_samples
         ),
     )
     columns: dict[str, torch.Tensor] = {}
@@ -138,9 +142,11 @@ def _of_micro_batch(
     if needs.staleness:
         ages = [mini_batch.version - sample.versions_T for sample in samples]
         columns[STALENESS_COLUMN] = pick([ages_T.astype(np.float32) for ages_T in ages])
-    row_numbers: dict[str, torch.Tensor] = {}
-    for name in common_names([numbers[index] for index in row_indices]):
-        row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
+    sample_numbers: dict[str, torch.Tensor] = {}
+    for name in common_names([numbers[index] for index in trained_indices]):
+        sample_numbers[name] = sample_tensor(
+            numbers[index][name] for index in trained_indices
+        )
     after_update = [
         sampled_after_update(sample, mini_batch.version)
         for sample in mini_batch.samples
@@ -158,27 +164,27 @@ def _of_micro_batch(
         old_N=None if old is None else pick(old),
         reference_N=None if reference is None else pick(reference),
         values_N=None if targets is None else pick(targets.old),
-        rows=rows,
+        samples=loss_samples,
         denominators=Denominators.of(trained),
         columns=columns,
-        numbers=row_numbers,
+        numbers=sample_numbers,
         after_update_N=after_update_N,
     )
     top = _top_tokens(mini_batch, micro_batch) if needs.top_logprobs else None
-    return LossWork(micro_batch, loss_inputs, top)
+    return LossBatch(micro_batch, loss_inputs, top)
 
 
 def _top_tokens(
     mini_batch: TrainBatch, micro_batch: MicroBatch
 ) -> "partial[TopTokens]":
     """Return the candidates of the micro-batch's wanted tokens, without their current
-    log-probs. K is 1 if no row has candidates."""
+    log-probs. K is 1 if no sample has candidates."""
     candidates_NK = micro_batch.candidates_NK
     if candidates_NK is None:
         candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)
     width = candidates_NK.shape[1]
     rollout = [TopLogprobs.none(0, width)]
-    for index, wanted_N in micro_batch.rows:
+    for index, wanted_N in micro_batch.sequences:
         top = mini_batch.samples[index].top_logprobs
         if top is None:
             rollout.append(TopLogprobs.none(len(wanted_N), width))

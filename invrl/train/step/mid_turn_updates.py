@@ -3,7 +3,7 @@ sampled.
 
 With `weights.inflight` `in_place` a running request keeps the keys and values
 that older weights computed. So what the engine says of these tokens is of no version
-alone, and the trainer, which computes the whole row with one version, gets other
+alone, and the trainer, which computes the whole sample with one version, gets other
 log-probs. The difference is reported with every step as `logprob_gap_after_update_mean`
 and `_max`, in nats; with `retract` and `drain` it is the same rounding as for all other
 tokens.

@@ -31,7 +31,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judged:
+class BatchWithAdvantages:
     """A batch with the critic's judgement."""
 
     shard: Shard

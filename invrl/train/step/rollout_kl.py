@@ -16,14 +16,14 @@ from invrl.algorithms.advantages.advantages import advantage_function
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
-from invrl.train.parallel.process_group import gather_of_replicas
+from invrl.train.parallel.process_group import gather_from_replicas
 from invrl.train.step.advantage_estimation import divergence
 from invrl.types.batches import TrainBatch
 from invrl.types.metrics import Mean, Metric
 
 
 @dataclass(frozen=True, slots=True)
-class RowKl:
+class SampleKl:
     """KL(old || reference) of a sample in nats, summed over its trained tokens."""
 
     group_id: str
@@ -42,7 +42,7 @@ def with_rollout_kl(
     log-probs, one entry per mini-batch. The data-parallel ranks call it together: the
     rollouts of a group may be on several of them."""
     assert config.kl is not None
-    rows: list[RowKl] = []
+    samples: list[SampleKl] = []
     num_tokens = 0
     for mini_batch, old_of_step, reference_of_step in zip(
         shard, old, reference, strict=True
@@ -54,12 +54,14 @@ def with_rollout_kl(
             if not sample.loss_mask_T.any():
                 continue
             kl = float(divergence(sample, old_T, reference_T, config.kl).sum())
-            rows.append(RowKl(sample.group_id, sample.rollout_id, kl))
+            samples.append(SampleKl(sample.group_id, sample.rollout_id, kl))
             num_tokens += int(sample.loss_mask_T.sum())
     of_all_ranks = [
-        row for rows_of_rank in gather_of_replicas(rows) for row in rows_of_rank
+        sample
+        for samples_of_rank in gather_from_replicas(samples)
+        for sample in samples_of_rank
     ]
-    advantage_of = advantages_of_kl(of_all_ranks, config)
+    advantage_of = kl_advantages(of_all_ranks, config)
     changed: list[TrainBatch] = []
     for mini_batch in shard:
         advantages = tuple(
@@ -73,19 +75,19 @@ def with_rollout_kl(
         )
         changed.append(replace(mini_batch, advantages=advantages))
     return tuple(changed), {
-        "kl_in_reward": Mean(sum(row.kl for row in rows), num_tokens)
+        "kl_in_reward": Mean(sum(sample.kl for sample in samples), num_tokens)
     }
 
 
-def advantages_of_kl(
-    rows: Iterable[RowKl], config: AlgorithmConfig
+def kl_advantages(
+    samples: Iterable[SampleKl], config: AlgorithmConfig
 ) -> Mapping[str, float]:
     """Return, by rollout id, the advantage of the reward -coefficient KL among those of
     its group that have a trained token."""
     kl_by_group: dict[str, dict[str, float]] = {}
-    for row in rows:
-        of_group = kl_by_group.setdefault(row.group_id, {})
-        of_group[row.rollout_id] = of_group.get(row.rollout_id, 0.0) + row.kl
+    for sample in samples:
+        of_group = kl_by_group.setdefault(sample.group_id, {})
+        of_group[sample.rollout_id] = of_group.get(sample.rollout_id, 0.0) + sample.kl
     assert config.kl is not None
     compare = advantage_function(config.advantage)
     advantage_of: dict[str, float] = {}

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.objectives.objectives import coupling_of
-from invrl.algorithms.objectives.row_table import RowTable
+from invrl.algorithms.objectives.objectives import load_coupling
+from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.errors import TrainError
 from invrl.interfaces import Objective
 from invrl.train.model.pipeline_schedule import SampleNumbers
-from invrl.train.parallel.process_group import gather_rows
+from invrl.train.parallel.process_group import gather_samples
 from invrl.types.batches import TrainBatch
 
 
@@ -37,12 +37,14 @@ def coupled_numbers(
         for index, sample in enumerate(mini_batch.samples)
         if sample.loss_mask_T.any()
     ]
-    table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
-    coupled = coupling_of(name, objective)(table)
+    table, first = gather_samples(
+        _sample_table(mini_batch, indices, current, reference)
+    )
+    coupled = load_coupling(name, objective)(table)
     for place, index in enumerate(indices, start=first):
         _check_names(name, coupled, numbers[index])
-        of_row = {key: float(values_M[place]) for key, values_M in coupled.items()}
-        numbers[index] = {**numbers[index], **of_row}
+        of_sample = {key: float(values_M[place]) for key, values_M in coupled.items()}
+        numbers[index] = {**numbers[index], **of_sample}
     return numbers
 
 
@@ -53,8 +55,8 @@ def with_rollout_numbers(
 ) -> list[Mapping[str, float]]:
     """Return the numbers of each sample, with those of its rollout if it has any."""
     return [
-        {**of_row, **of_rollout.get(sample.rollout_id, {})}
-        for sample, of_row in zip(mini_batch.samples, numbers, strict=True)
+        {**of_sample, **of_rollout.get(sample.rollout_id, {})}
+        for sample, of_sample in zip(mini_batch.samples, numbers, strict=True)
     ]
 
 
@@ -64,17 +66,17 @@ def _check_names(
     taken = sorted(coupled.keys() & given.keys())
     if taken:
         raise TrainError(
-            f"the objective {name} gives rows the number {taken[0]!r}, which they "
+            f"the objective {name} gives samples the number {taken[0]!r}, which they "
             "have already: name it otherwise in `couple`, or in --session.extra-columns"
         )
 
 
-def _row_table(
+def _sample_table(
     mini_batch: TrainBatch,
     indices: Sequence[int],
     current: SampleNumbers,
     reference: SampleNumbers | None,
-) -> RowTable:
+) -> SampleTable:
     """Build the table of the samples with these indices, all of which have a trained
     token."""
     samples = [mini_batch.samples[index] for index in indices]
@@ -85,7 +87,7 @@ def _row_table(
             [arrays[index].sum(dtype=np.float64) for index in indices], np.float64
         )
 
-    return RowTable(
+    return SampleTable(
         group_ids=tuple(sample.group_id for sample in samples),
         tokens_M=np.array([sample.loss_mask_T.sum() for sample in samples], np.float64),
         current_M=sums(current),

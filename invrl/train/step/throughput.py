@@ -6,7 +6,7 @@ Imported after `device.prepare()`.
 from collections.abc import Sequence
 
 from invrl.train.batches.sharding import Shard
-from invrl.train.model.pipeline_schedule import Packed, micro_batches_of
+from invrl.train.model.pipeline_schedule import Packed, concatenate_micro_batches
 from invrl.types.metrics import Max, Metric, Sum
 
 
@@ -15,18 +15,18 @@ def work_amounts(
 ) -> dict[str, Metric]:
     """Return this rank's amounts of work. Merging the ranks' metrics adds these up."""
     trained_tokens = 0
-    row_tokens = 0
+    sample_tokens = 0
     for mini_batch in shard:
         for sample in mini_batch.samples:
             trained_tokens += int(sample.loss_mask_T.sum())
-            row_tokens += len(sample.tokens_T)
-    micro_batches = micro_batches_of(packed)
+            sample_tokens += len(sample.tokens_T)
+    micro_batches = concatenate_micro_batches(packed)
     return {
         "tokens": Sum(trained_tokens),
         "computed_tokens": Sum(
             sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)
         ),
-        "row_tokens": Sum(row_tokens),
+        "row_tokens": Sum(sample_tokens),
         "projected_tokens": Sum(
             sum(len(micro_batch.project_U) for micro_batch in micro_batches)
         ),
@@ -34,5 +34,5 @@ def work_amounts(
         "largest_micro_batch": Max(
             max((len(micro_batch.tokens_P) for micro_batch in micro_batches), default=0)
         ),
-        "tokens_per_s": Sum(row_tokens / seconds if seconds else 0.0),
+        "tokens_per_s": Sum(sample_tokens / seconds if seconds else 0.0),
     }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from invrl.train.model.pipeline_schedule import Packed, SampleNumbers
 
 
-def records_of_mini_batch(
+def mini_batch_records(
     mini_batch: TrainBatch,
     packed: "Packed",
     old: "SampleNumbers | None",
@@ -30,7 +30,10 @@ def records_of_mini_batch(
         return []
     logprobs = old
     if logprobs is None:
-        logprobs = [np.zeros(len(row.tokens_T), np.float32) for row in packed.rows]
+        logprobs = [
+            np.zeros(len(sequence.tokens_T), np.float32)
+            for sequence in packed.sequences
+        ]
         for micro_batch, current_N in zip(packed.micro_batches, current, strict=True):
             micro_batch.place(current_N.float().cpu().numpy(), logprobs)
     records: list[TokenRecord] = []
@@ -47,7 +50,7 @@ def records_of_mini_batch(
     return records
 
 
-def records_of_batch(
+def batch_records(
     batch: TrainBatch,
     shards: Sequence[Shard],
     records: Sequence[Sequence[TokenRecord | None]],

@@ -14,8 +14,8 @@ model before the batch's first optimizer step), and *current*. In the first opti
 step of a batch old and current are the same numbers, so no forward pass is spent on old
 there. Old and reference log-probs are computed if the objective needs them, in the
 micro-batches that are then trained, each in one pass over all mini-batches. An
-objective that compares rows costs one more forward pass per mini-batch
-(`row_table.py`). Imported after `device.prepare()`.
+objective that compares sequences costs one more forward pass per mini-batch
+(`sample_table.py`). Imported after `device.prepare()`.
 """
 
 import math
@@ -29,12 +29,15 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.objectives.objectives import needs_of, objective_of
-from invrl.algorithms.policy_loss.axis_plugins import load_adaptations, load_row_weight
+from invrl.algorithms.objectives.objectives import load_objective, objective_needs
+from invrl.algorithms.policy_loss.axis_plugins import (
+    load_adaptations,
+    load_sample_weight,
+)
 from invrl.errors import TrainError
 from invrl.interfaces import Adaptation, Objective, StepResult, TokenRecord
 from invrl.train.batches.grammar_masks import GrammarMasks
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
@@ -43,26 +46,30 @@ from invrl.train.layers.expert_load import ExpertRouters
 from invrl.train.layers.routing_replay import RoutingRecorder
 from invrl.train.model.nonfinite_steps import NonfiniteSteps
 from invrl.train.model.optimizer import apply_gradients, forget_moments
-from invrl.train.model.pipeline_schedule import Packed, SampleNumbers, micro_batches_of
+from invrl.train.model.pipeline_schedule import (
+    Packed,
+    SampleNumbers,
+    concatenate_micro_batches,
+)
 from invrl.train.model.reference import FrozenReference
 from invrl.train.model.step_progress import StepProgress
-from invrl.train.parallel.process_group import any_rank, means_of_ranks, sum_in_order
+from invrl.train.parallel.process_group import any_rank, mean_over_ranks, sum_in_order
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
-from invrl.train.step.advantage_estimation import credit
+from invrl.train.step.advantage_estimation import estimate_advantages
 from invrl.train.step.forward_backward import LossPass
-from invrl.train.step.logprob_passes import Passes
-from invrl.train.step.loss_tensors import LossWork, loss_work
-from invrl.train.step.prepared_batch import Judged, Prepared
+from invrl.train.step.logprob_passes import LogprobPasses
+from invrl.train.step.loss_tensors import LossBatch, make_loss_batches
+from invrl.train.step.prepared_batch import BatchWithAdvantages, Prepared
 from invrl.train.step.rollout_kl import with_rollout_kl
 from invrl.train.step.sample_columns import coupled_numbers, with_rollout_numbers
 from invrl.train.step.throughput import work_amounts
-from invrl.train.step.token_records import records_of_mini_batch
+from invrl.train.step.token_records import mini_batch_records
 from invrl.types.batches import TrainBatch
 from invrl.types.metrics import Max, Mean, Metric, Sum, merge, timed
 
 _WITHOUT_CANDIDATES = (
-    "the objective reads the likeliest tokens in the place of each trained one, and no row of the batch has "
+    "the objective reads the likeliest tokens in the place of each trained one, and no sequence of the batch has "
     "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
 )
 
@@ -95,7 +102,7 @@ class TrainStep:
     """None: no layer has experts."""
     adapted: dict[str, Mapping[str, float]] = field(init=False)
     """State of each adaptation after the batches so far, by its name."""
-    passes: Passes = field(init=False)
+    logprob_passes: LogprobPasses = field(init=False)
     _adaptations: Mapping[str, Adaptation] = field(init=False)
     _objective: Objective = field(init=False)
     _nonfinite: NonfiniteSteps = field(init=False)
@@ -106,7 +113,7 @@ class TrainStep:
             name: adaptation.start(self.algorithm)
             for name, adaptation in self._adaptations.items()
         }
-        self.passes = Passes(
+        self.logprob_passes = LogprobPasses(
             self.chunks,
             layout=self.layout,
             train=self.train,
@@ -114,7 +121,7 @@ class TrainStep:
             cost=self.cost,
             routing=self.routing,
         )
-        self._objective = objective_of(self.algorithm)
+        self._objective = load_objective(self.algorithm)
         self._nonfinite = NonfiniteSteps(self.train.max_nonfinite_steps)
 
     def run(self, shard: Shard) -> StepResult:
@@ -135,35 +142,41 @@ class TrainStep:
             self.progress.begin("values of the critic")
             with device.timed(prepared.seconds, "values"):
                 values = self.critic.values(prepared.packed)
-        judged = self.judge(prepared, values)
+        with_advantages = self.compute_advantages(prepared, values)
         learns_alone = self.critic is not None and self.critic.learns_alone
-        return self.learn(prepared, judged, critic_learns_alone=learns_alone)
+        return self.learn(prepared, with_advantages, critic_learns_alone=learns_alone)
 
     def prepare(self, shard: Shard) -> Prepared:
         """Compute the log-probs that the objective needs of a batch, before its first
         optimizer step."""
         started = time.monotonic()
         seconds: dict[str, float] = {}
-        self._objective = objective_of(self._adapted_settings())
+        self._objective = load_objective(self._adapted_settings())
         self._check_candidates(shard)
         with timed(seconds, "objective"):
             packed = [
-                self.passes.pack(self.masks.rows(mini_batch.samples))
+                self.logprob_passes.pack(self.masks.sequences(mini_batch.samples))
                 for mini_batch in shard
             ]
-        reference = self.passes.frozen(self.reference, "reference", packed, seconds)
-        teacher = self.passes.frozen(self.teacher, "teacher", packed, seconds)
-        old_by_step = self.passes.old(shard, packed, seconds)
+        reference = self.logprob_passes.frozen_logprobs(
+            self.reference, "reference", packed, seconds
+        )
+        teacher = self.logprob_passes.frozen_logprobs(
+            self.teacher, "teacher", packed, seconds
+        )
+        old_by_step = self.logprob_passes.old_logprobs(shard, packed, seconds)
         before: list[SampleNumbers] = []
         algorithm = self.algorithm
         if (
-            needs_of(algorithm).values
+            objective_needs(algorithm).values
             or algorithm.token_level
             or algorithm.kl_in_rollout_rewards
         ):
             for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True):
                 if old is None:
-                    old = self.passes.before(mini_batch, part, seconds)
+                    old = self.logprob_passes.logprobs_before_step(
+                        mini_batch, part, seconds
+                    )
                 before.append(old)
         return Prepared(
             shard=shard,
@@ -177,26 +190,30 @@ class TrainStep:
         )
 
     def learn(
-        self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool
+        self,
+        prepared: Prepared,
+        with_advantages: BatchWithAdvantages,
+        *,
+        critic_learns_alone: bool,
     ) -> StepResult:
         """Make the optimizer steps of `run`: of a critic on these ranks, and of the
         policy, which makes none while only the critic learns."""
         algorithm = self.algorithm
         seconds = prepared.seconds
         packed = prepared.packed
-        metrics: dict[str, Metric] = dict(judged.metrics)
+        metrics: dict[str, Metric] = dict(with_advantages.metrics)
         optimizer_steps = 0
         critic_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
         token_records: list[TokenRecord | None] = []
-        for mini_batch, packed_rows, old, reference, teacher, targets in zip(
-            judged.shard,
+        for mini_batch, packed_sequences, old, reference, teacher, targets in zip(
+            with_advantages.shard,
             packed,
             prepared.old,
             prepared.reference,
             prepared.teacher,
-            judged.targets,
+            with_advantages.targets,
             strict=True,
         ):
             self.progress.next_mini_batch(len(packed))
@@ -204,7 +221,7 @@ class TrainStep:
                 assert targets is not None, "the critic has judged the batch"
                 self.progress.begin("gradients of the critic")
                 with device.timed(seconds, "critic"):
-                    critic_step = self.critic.step(packed_rows, targets)
+                    critic_step = self.critic.step(packed_sequences, targets)
                 if not math.isfinite(critic_step.grad_norm):
                     nonfinite_steps += 1
                     token_records += [None] * len(mini_batch.samples)
@@ -218,11 +235,13 @@ class TrainStep:
                 token_records += [None] * len(mini_batch.samples)
                 self._nonfinite.end()
                 continue
-            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
+            numbers = self._sequence_numbers(
+                mini_batch, packed_sequences, reference, seconds
+            )
             with timed(seconds, "objective"):
-                work = loss_work(
+                work = make_loss_batches(
                     mini_batch,
-                    packed_rows,
+                    packed_sequences,
                     old,
                     reference,
                     numbers,
@@ -235,8 +254,8 @@ class TrainStep:
                 records_logprobs=self.train.record_trained_tokens
             )
             grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
-            token_records += records_of_mini_batch(
-                mini_batch, packed_rows, old, loss_pass.current
+            token_records += mini_batch_records(
+                mini_batch, packed_sequences, old, loss_pass.current
             )
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
@@ -289,11 +308,11 @@ class TrainStep:
     @property
     def progress(self) -> StepProgress:
         """Current work. Other threads may read it."""
-        return self.passes.progress
+        return self.logprob_passes.progress
 
-    def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
-        """See `Passes.logprobs`."""
-        return self.passes.logprobs(rows)
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> SampleNumbers:
+        """See `LogprobPasses.logprobs`."""
+        return self.logprob_passes.logprobs(sequences)
 
     def _loss_pass(self, *, records_logprobs: bool) -> LossPass:
         return LossPass(
@@ -305,7 +324,7 @@ class TrainStep:
         )
 
     def _update(
-        self, loss_pass: LossPass, work: Sequence[LossWork], seconds: dict[str, float]
+        self, loss_pass: LossPass, work: Sequence[LossBatch], seconds: dict[str, float]
     ) -> tuple[float, list[dict[str, Metric]]]:
         """Make the optimizer's step on a mini-batch. Returns the norm of its gradient,
         and the metrics of each micro-batch. With a norm of 0, or one that is not
@@ -334,26 +353,28 @@ class TrainStep:
         loss. Nothing on a pipeline stage that is not the last."""
         seconds: dict[str, float] = {}
         packed = [
-            self.passes.pack(self.masks.rows(mini_batch.samples))
+            self.logprob_passes.pack(self.masks.sequences(mini_batch.samples))
             for mini_batch in shard
         ]
-        reference_by_part = self.passes.frozen(
+        reference_by_part = self.logprob_passes.frozen_logprobs(
             self.reference, "reference", packed, seconds
         )
         measured: list[dict[str, Metric]] = []
-        for mini_batch, packed_rows, reference in zip(
+        for mini_batch, packed_sequences, reference in zip(
             shard, packed, reference_by_part, strict=True
         ):
-            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
-            work = loss_work(
+            numbers = self._sequence_numbers(
+                mini_batch, packed_sequences, reference, seconds
+            )
+            work = make_loss_batches(
                 mini_batch,
-                packed_rows,
+                packed_sequences,
                 None,
                 reference,
                 numbers,
                 algorithm=self.algorithm,
             )
-            self.progress.begin("held-out rows")
+            self.progress.begin("held-out sequences")
             measured += self._loss_pass(records_logprobs=False).metrics(work)
         self.progress.end()
         return merge(measured)
@@ -398,7 +419,7 @@ class TrainStep:
         weights = [float(mean.weight) for mean in means if isinstance(mean, Mean)]
         measured: dict[str, float] = {}
         if means:
-            over_ranks = means_of_ranks(totals, weights)
+            over_ranks = mean_over_ranks(totals, weights)
             measured = dict(zip(adaptation.means, over_ranks, strict=True))
         reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
         for name in adaptation.sums:
@@ -431,14 +452,14 @@ class TrainStep:
 
     def _check_candidates(self, shard: Shard) -> None:
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        if not samples or not needs_of(self.algorithm).top_logprobs:
+        if not samples or not objective_needs(self.algorithm).top_logprobs:
             return
         if all(sample.top_logprobs is None for sample in samples):
             raise TrainError(_WITHOUT_CANDIDATES)
 
-    def judge(
+    def compute_advantages(
         self, prepared: Prepared, values: Sequence[SampleNumbers] | None
-    ) -> Judged:
+    ) -> BatchWithAdvantages:
         """Compute advantages and the critic's targets, before the batch's first
         optimizer step. `values` are the critic's, by mini-batch; None without a critic.
         The batch stays unchanged if its advantages were computed when it was taken."""
@@ -451,7 +472,7 @@ class TrainStep:
             and not algorithm.kl_in_rollout_rewards
         )
         if is_given or not prepared.packed:
-            return Judged(shard=shard, targets=no_targets, metrics={})
+            return BatchWithAdvantages(shard=shard, targets=no_targets, metrics={})
         if algorithm.kl_in_rollout_rewards:
             with timed(prepared.seconds, "objective"):
                 with_kl, metrics = with_rollout_kl(
@@ -460,9 +481,11 @@ class TrainStep:
                     reference=prepared.reference,
                     config=self._adapted_settings(),
                 )
-            return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
+            return BatchWithAdvantages(
+                shard=with_kl, targets=no_targets, metrics=metrics
+            )
         with timed(prepared.seconds, "objective"):
-            judged = credit(
+            with_advantages = estimate_advantages(
                 shard,
                 values,
                 old=prepared.before,
@@ -470,20 +493,26 @@ class TrainStep:
                 config=self._adapted_settings(),
             )
         if values is None:
-            return Judged(
-                shard=judged.shard, targets=no_targets, metrics=judged.metrics
+            return BatchWithAdvantages(
+                shard=with_advantages.shard,
+                targets=no_targets,
+                metrics=with_advantages.metrics,
             )
         targets = [
             Targets(
                 old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens
             )
             for mini_batch, values_of_step, returns in zip(
-                shard, values, judged.returns, strict=True
+                shard, values, with_advantages.returns, strict=True
             )
         ]
-        return Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
+        return BatchWithAdvantages(
+            shard=with_advantages.shard,
+            targets=targets,
+            metrics=with_advantages.metrics,
+        )
 
-    def _row_numbers(
+    def _sequence_numbers(
         self,
         mini_batch: TrainBatch,
         packed: Packed,
@@ -494,16 +523,16 @@ class TrainStep:
         from other samples, and those of its rollout that weigh its loss."""
         algorithm = self.algorithm
         numbers = [sample.numbers for sample in mini_batch.samples]
-        if needs_of(algorithm).row_table:
+        if objective_needs(algorithm).sample_table:
             with device.timed(seconds, "row_table"):
-                [current] = self.passes.forward([packed], "rows to compare")
+                [current] = self.logprob_passes.forward([packed], "rows to compare")
                 numbers = coupled_numbers(
                     algorithm.objective, self._objective, mini_batch, current, reference
                 )
-        row_weight = load_row_weight(self._adapted_settings())
-        if row_weight is None:
+        sample_weight = load_sample_weight(self._adapted_settings())
+        if sample_weight is None:
             return numbers
-        of_rollout = row_weight.numbers(mini_batch.trained)
+        of_rollout = sample_weight.numbers(mini_batch.trained)
         return with_rollout_numbers(mini_batch, numbers, of_rollout)
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
@@ -516,8 +545,8 @@ class TrainStep:
         if self.train.routing_replay == "engine":
             num_tokens = 0
             num_unknown = 0
-            for micro_batch in micro_batches_of(packed):
-                if micro_batch.rows:
+            for micro_batch in concatenate_micro_batches(packed):
+                if micro_batch.sequences:
                     num_tokens += len(micro_batch.tokens_P)
                     num_unknown += micro_batch.num_unrecorded
             metrics["routing_unknown"] = Mean(num_unknown, num_tokens)

@@ -50,8 +50,8 @@ class TrainActor(RankActor["TrainRank"]):
     async def prepare(self, shard: Shard) -> None:
         await self._in_worker(self._rank.prepare, shard)
 
-    async def judge(self, values: ValuesOfShard) -> ValuesOfShard:
-        return await self._in_worker(self._rank.judge, values)
+    async def compute_advantages(self, values: ValuesOfShard) -> ValuesOfShard:
+        return await self._in_worker(self._rank.compute_advantages, values)
 
     async def learn(self, critic_learns_alone: bool) -> StepResult:
         return await self._in_worker(

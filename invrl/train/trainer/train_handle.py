@@ -24,12 +24,12 @@ from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.critic.critic_actor import CriticActor
-from invrl.train.critic.critic_values import CriticValues, in_order_of
+from invrl.train.critic.critic_values import CriticValues, reorder_values
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import CRITIC_FOLDER
 from invrl.train.ranks.rank_actor import RankActor
 from invrl.train.ranks.rank_calls import RankCalls, call_deadline
-from invrl.train.step.token_records import records_of_batch
+from invrl.train.step.token_records import batch_records
 from invrl.train.trainer.train_actor import TrainActor
 from invrl.types.batches import TrainBatch
 from invrl.types.file_entry import FileEntries
@@ -60,14 +60,14 @@ class TrainHandle:
         *,
         layout: ParallelLayout,
         critic: CriticRanks | None = None,
-        num_minibatches: int,
+        num_mini_batches: int,
         cost: ComputeCost = UNKNOWN_MODEL,
-        add_rows: Callable[[TrainBatch], TrainBatch] | None = None,
+        add_samples: Callable[[TrainBatch], TrainBatch] | None = None,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`add_rows` adds the objective's samples to every batch that is trained or
+        """`add_samples` adds the objective's samples to every batch that is trained or
         evaluated."""
         self._actors = list(actors)
         self._layout = layout
@@ -75,9 +75,9 @@ class TrainHandle:
         everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
         self._everyone = RankCalls(everyone, heartbeat_timeout_s=heartbeat_timeout_s)
         """Calls of all ranks: the critic's are numbered after the policy's."""
-        self._num_minibatches = num_minibatches
+        self._num_mini_batches = num_mini_batches
         self._cost = cost
-        self._add_rows = add_rows
+        self._add_samples = add_samples
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
 
@@ -86,12 +86,12 @@ class TrainHandle:
         Raises ConfigError, TrainError, DeadlineError."""
         timeout_s = self._start_timeout_s
         calls_to_listen = self._calls([0], timeout_s, TrainActor.listen)
-        calls_to_listen |= self._calls_of_critic([0], timeout_s, CriticActor.listen)
+        calls_to_listen |= self._critic_calls([0], timeout_s, CriticActor.listen)
         ports = await self._everyone.wait("listen", calls_to_listen, timeout_s)
         calls = self._calls(self._all_ranks, timeout_s, TrainActor.start, ports[0])
         if self._critic is not None:
             port = ports[self._number_in_critic(0)]
-            calls |= self._calls_of_critic(
+            calls |= self._critic_calls(
                 self._critic_ranks, timeout_s, CriticActor.start, port
             )
         self._everyone.processes = await self._everyone.wait("start", calls, timeout_s)
@@ -127,14 +127,14 @@ class TrainHandle:
         """Train a batch. Metrics are merged over the replicas, seconds are those of the
         slowest rank. Raises TrainError, DeadlineError."""
         given = batch
-        if self._add_rows is not None:
-            batch = self._add_rows(batch)
+        if self._add_samples is not None:
+            batch = self._add_samples(batch)
         if self._critic is not None:
             return await self._train_beside_critic(batch, self._critic, given)
         shards = self._shards(batch)
         results = await self._call_with_shards(TrainActor.train, shards)
         reported = self._reported(results)
-        records = records_of_batch(
+        records = batch_records(
             given, shards, [result.token_records for result in reported]
         )
         return replace(_step_result(reported, results.values()), token_records=records)
@@ -151,7 +151,7 @@ class TrainHandle:
         of_critic = shard_batch(
             batch,
             ranks=critic.layout.data,
-            steps=self._num_minibatches,
+            steps=self._num_mini_batches,
             cost=self._cost,
         )
 
@@ -174,16 +174,18 @@ class TrainHandle:
             answers[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
         ]
-        values = in_order_of(
+        values = reorder_values(
             shards, of_critic, [of_replica.values for of_replica in valued]
         )
 
         timeout_s = left_s()
-        judging = self._calls_by_replica(
-            self._actors, self._layout, timeout_s, TrainActor.judge, values
+        computing = self._calls_by_replica(
+            self._actors, self._layout, timeout_s, TrainActor.compute_advantages, values
         )
-        judged = await self._everyone.wait("judge", judging, timeout_s)
-        returns = in_order_of(of_critic, shards, self._reported(judged))
+        with_advantages = await self._everyone.wait(
+            "compute_advantages", computing, timeout_s
+        )
+        returns = reorder_values(of_critic, shards, self._reported(with_advantages))
 
         timeout_s = left_s()
         learning = self._calls(
@@ -203,7 +205,7 @@ class TrainHandle:
             results[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
         ]
-        records = records_of_batch(
+        records = batch_records(
             given, shards, [result.token_records for result in of_policy]
         )
         return replace(
@@ -214,8 +216,8 @@ class TrainHandle:
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """Return the objective's metrics of a batch that is not trained, in which all
         samples count together. Raises TrainError, DeadlineError."""
-        if self._add_rows is not None:
-            batch = self._add_rows(batch)
+        if self._add_samples is not None:
+            batch = self._add_samples(batch)
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
         measured = await self._call_with_shards(TrainActor.evaluate, shards)
         return merge(self._reported(measured))
@@ -317,7 +319,10 @@ class TrainHandle:
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         """Return one shard per replica."""
         return shard_batch(
-            batch, ranks=self._layout.data, steps=self._num_minibatches, cost=self._cost
+            batch,
+            ranks=self._layout.data,
+            steps=self._num_mini_batches,
+            cost=self._cost,
         )
 
     def _reported(self, answers: Mapping[int, Answer]) -> list[Answer]:
@@ -401,7 +406,7 @@ class TrainHandle:
         if self._critic is None:
             return {}
         timeout_s = self._step_timeout_s
-        calls = self._calls_of_critic(
+        calls = self._critic_calls(
             self._critic_ranks, timeout_s, method, *args, **kwargs
         )
         return await self._everyone.wait(method.__name__, calls, timeout_s)
@@ -434,7 +439,7 @@ class TrainHandle:
             for rank in ranks
         }
 
-    def _calls_of_critic(
+    def _critic_calls(
         self,
         ranks: Sequence[int],
         timeout_s: float,

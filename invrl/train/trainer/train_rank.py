@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from invrl.algorithms.objectives.objectives import needs_of
+from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.families.hf_config import read_hf_config
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.batches.grammar_masks import GrammarMasks
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.cost.model_size import ComputeCost
@@ -62,7 +62,7 @@ from invrl.weights.transports.file_server import WeightFileServer
 if TYPE_CHECKING:
     from invrl.train.critic.critic import Critic
     from invrl.train.model.policy_model import PolicyModel
-    from invrl.train.step.prepared_batch import Judged, Prepared
+    from invrl.train.step.prepared_batch import BatchWithAdvantages, Prepared
     from invrl.train.step.train_step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class TrainRank(SavingRank):
         self._config = read_hf_config(settings.model_path)
         settings.layout.check(self._config)
         settings.train.check_model(
-            self._config, needs_of(settings.algorithm), settings.algorithm.critic
+            self._config, objective_needs(settings.algorithm), settings.algorithm.critic
         )
         device.prepare()
         if settings.train.deterministic:
@@ -111,18 +111,18 @@ class TrainRank(SavingRank):
         self._served_specs = weight_specs(self._config, folder, self._served_dtype)
         self._masks = GrammarMasks(folder, self._config.vocab_size)
         shares_critic = (
-            needs_of(settings.algorithm).values
+            objective_needs(settings.algorithm).values
             and train.critic_layout(settings.algorithm.critic) is None
         )
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
-            frozen_models=needs_of(settings.algorithm).reference
+            frozen_models=objective_needs(settings.algorithm).reference
             + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
             reference_is_averaged=settings.algorithm.reference.ema is not None,
             has_critic=shares_critic,
-            compares_routers=needs_of(settings.algorithm).router_shift,
+            compares_routers=objective_needs(settings.algorithm).router_shift,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -146,7 +146,7 @@ class TrainRank(SavingRank):
             [self._step.optimizer, *([critic.optimizer] if critic else ())],
         )
         self._prepared: Prepared | None = None
-        self._judged: Judged | None = None
+        self._with_advantages: BatchWithAdvantages | None = None
         self.model_written: Future[FileEntries] = Future()
         """Done when the model copied last by `copy_model` is written."""
 
@@ -168,7 +168,7 @@ class TrainRank(SavingRank):
         train = settings.train
         experts = self._config.experts
         routing = None
-        compares_routers = needs_of(settings.algorithm).router_shift
+        compares_routers = objective_needs(settings.algorithm).router_shift
         if experts is not None and (train.routing_replay != "none" or compares_routers):
             routing = RoutingRecorder(
                 self._config.num_hidden_layers,
@@ -182,7 +182,7 @@ class TrainRank(SavingRank):
             FrozenReference, chunks, self._config, placement=train.reference_placement
         )
         reference = None
-        if needs_of(settings.algorithm).reference:
+        if objective_needs(settings.algorithm).reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
                 is_averaged=settings.algorithm.reference.ema is not None,
@@ -249,30 +249,32 @@ class TrainRank(SavingRank):
         return self._reported(result)
 
     def prepare(self, shard: Shard) -> None:
-        """Compute the first part of a batch with a critic on separate ranks; `judge`
+        """Compute the first part of a batch with a critic on separate ranks; `compute_advantages`
         and `learn` follow. The results stay on this rank."""
         self._prepared = self._step.prepare(shard)
 
-    def judge(self, values: ValuesOfShard) -> ValuesOfShard:
+    def compute_advantages(self, values: ValuesOfShard) -> ValuesOfShard:
         """Compute the second part: advantages from the critic's values, which stay on
         this rank, and the returns that the critic learns."""
         assert self._prepared is not None, "prepare comes first"
-        self._judged = self._step.judge(self._prepared, values)
+        self._with_advantages = self._step.compute_advantages(self._prepared, values)
         return [
             list(targets.returns)
-            for targets in self._judged.targets
+            for targets in self._with_advantages.targets
             if targets is not None
         ]
 
     def learn(self, *, critic_learns_alone: bool) -> StepResult:
         """Compute the third part. Returns like `train`."""
         assert self._prepared is not None, "prepare comes first"
-        assert self._judged is not None, "judge comes first"
+        assert self._with_advantages is not None, "compute_advantages comes first"
         result = self._step.learn(
-            self._prepared, self._judged, critic_learns_alone=critic_learns_alone
+            self._prepared,
+            self._with_advantages,
+            critic_learns_alone=critic_learns_alone,
         )
         self._prepared = None
-        self._judged = None
+        self._with_advantages = None
         self._num_batches += 1
         return self._reported(result)
 
@@ -298,14 +300,14 @@ class TrainRank(SavingRank):
     def _memory_metrics(self, result: StepResult) -> dict[str, Metric]:
         """Return the memory of the rank that has used most, with the estimate for the
         largest micro-batch so far."""
-        from invrl.train.parallel.process_group import largest_of_ranks
+        from invrl.train.parallel.process_group import max_over_ranks
 
         largest_micro_batch = int(
-            largest_of_ranks(result.metrics["largest_micro_batch"].value())
+            max_over_ranks(result.metrics["largest_micro_batch"].value())
         )
         self._largest_micro_batch = max(self._largest_micro_batch, largest_micro_batch)
         return {
-            "peak_memory_gb": Max(largest_of_ranks(device.peak_memory()) / 1e9),
+            "peak_memory_gb": Max(max_over_ranks(device.peak_memory()) / 1e9),
             "estimated_memory_gb": Max(
                 self._memory_budget.largest(self._largest_micro_batch).total / 1e9
             ),
@@ -319,23 +321,23 @@ class TrainRank(SavingRank):
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Return the log-prob of each prompt's token t >= 1 given those before it, at
         temperature 1: [T-1] each."""
-        rows: list[Row] = []
+        sequences: list[TokenSequence] = []
         for prompt in prompts:
             tokens_T = np.asarray(prompt, np.int32)
-            rows.append(
-                Row(
+            sequences.append(
+                TokenSequence(
                     tokens_T=tokens_T,
                     wanted_N=np.arange(1, len(tokens_T)),
                     temperature=1.0,
                 )
             )
-        return [logprobs_T[1:] for logprobs_T in self._step.logprobs(rows)]
+        return [logprobs_T[1:] for logprobs_T in self._step.logprobs(sequences)]
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         """Return log-probs of a shard's trained tokens under the current weights: one
         array [T] per sample, in the shard's order."""
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        return self._step.logprobs(self._masks.rows(samples))
+        return self._step.logprobs(self._masks.sequences(samples))
 
     def layout(self) -> WeightLayout:
         return self._served_specs

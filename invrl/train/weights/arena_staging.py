@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
-from invrl.weights.checksums.checksums import HashTensors, checksums_of
+from invrl.weights.checksums.checksums import HashTensors, tensor_checksums
 from invrl.weights.tensors.tensor_slice import TensorPart
 from invrl.weights.tensors.tensor_spec import num_bytes
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
@@ -110,7 +110,7 @@ def stage_first(
         own_share, *other_shares = shares(layout, 1 + len(others))
         for rank, share in zip(others, other_shares, strict=True):
             _send(share, rank)
-        checksums = checksums_of(
+        checksums = tensor_checksums(
             {name: slot[name] for name in own_share}, writer.hash_tensors
         )
         for rank in others:
@@ -132,7 +132,7 @@ def stage_other(
     _wait_for_device(slot)
     _send(written, first)
     share: list[str] = _receive(first)
-    _send(checksums_of({name: slot[name] for name in share}, hash_tensors), first)
+    _send(tensor_checksums({name: slot[name] for name in share}, hash_tensors), first)
 
 
 def _wait_for_device(slot: Slot) -> None:

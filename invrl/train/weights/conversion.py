@@ -28,7 +28,7 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.families.parameter import Parameter, join, split
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
-from invrl.train.parallel.partitions import parameters_of
+from invrl.train.parallel.partitions import chunk_parameters
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.types.weights import TensorSpec
@@ -146,7 +146,7 @@ class ReplicaWeights:
         the copy has."""
         self._config = config
         self._table = parameters(config)
-        self._own_parameters = parameters_of(chunks)
+        self._own_parameters = chunk_parameters(chunks)
         self._rank = torch.distributed.get_rank()
         self._ranks = layout.model_copy(layout.coordinates(self._rank).data)
         self._holdings = self._exchange_holdings(layout)

@@ -23,7 +23,7 @@ from invrl.host.files.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.safetensors_file import write_safetensors
 from invrl.types.weights import WeightVersion
-from invrl.weights.tensors.tensor_spec import checksum, spec_of
+from invrl.weights.tensors.tensor_spec import checksum, make_spec
 from invrl.weights.transports.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,
@@ -136,9 +136,9 @@ class DeltaFolders:
         frames: dict[str, Frame] = {}
         with (folder / DELTA_NAME).open("wb") as file:
             for spec, (name, tensor) in zip(self._layout, tensors, strict=True):
-                if spec_of(name, tensor) != spec:
+                if make_spec(name, tensor) != spec:
                     raise TrainError(
-                        f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                        f"{make_spec(name, tensor)} is written where the layout has {spec}"
                     )
                 new_bytes = raw_bytes(tensor)
                 checksums[name] = checksum(tensor)

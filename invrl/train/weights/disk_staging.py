@@ -3,7 +3,7 @@ that engines share.
 
 Invariant: a folder appears under its name when its file is whole and on disk. The
 version staged last stays while the next one is written, so that engines can return to
-it and newcomers can load it. Remains of a killed writer are removed at the start.
+it and joining engines can load it. Remains of a killed writer are removed at the start.
 """
 
 import shutil

@@ -22,7 +22,7 @@ from invrl.interfaces import WeightLayout
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.types.file_entry import FileEntry
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensors.tensor_spec import num_bytes, spec_of
+from invrl.weights.tensors.tensor_spec import make_spec, num_bytes
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes by torch's name -> the format's name."""
@@ -105,9 +105,9 @@ def write_safetensors(
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for spec, (name, tensor) in zip(layout, tensors, strict=True):
-            if spec_of(name, tensor) != spec:
+            if make_spec(name, tensor) != spec:
                 raise TrainError(
-                    f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                    f"{make_spec(name, tensor)} is written where the layout has {spec}"
                 )
             flat = tensor.detach().cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from invrl.weights.checksums.multilinear_checksum import checksums_of_wholes
+from invrl.weights.checksums.multilinear_checksum import whole_checksums
 from invrl.weights.checksums.tensor_threads import Named, by_threads
 from invrl.weights.tensors.tensor_spec import checksum, copy_hashed
 
@@ -32,14 +32,14 @@ an iterator that makes tensors keeps in memory."""
 def whole_hash(*, adds_up: bool) -> HashTensors:
     """Return the hash of whole tensors: checksums that add up (`multilinear_checksum.py`), or
     xxh3."""
-    return checksums_of_wholes if adds_up else xxh3_checksums
+    return whole_checksums if adds_up else xxh3_checksums
 
 
 def xxh3_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
-def checksums_of(
+def tensor_checksums(
     tensors: Mapping[str, torch.Tensor], hash_tensors: HashTensors
 ) -> dict[str, str]:
     """Return the checksums of tensors as they are."""

@@ -49,7 +49,7 @@ class Tiles:
     device: torch.device
 
 
-def tiles_of(matrices: Sequence[WordMatrix]) -> Tiles:
+def split_in_tiles(matrices: Sequence[WordMatrix]) -> Tiles:
     """`matrices`: all on one GPU."""
     device = matrices[0].part.device
     by_size: dict[int, list[int]] = {}

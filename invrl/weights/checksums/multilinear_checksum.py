@@ -43,50 +43,50 @@ ROW_SEED = 1
 COLUMN_SEED = 2
 
 
-def checksum_of_whole(tensor: torch.Tensor) -> str:
+def whole_checksum(tensor: torch.Tensor) -> str:
     """Return the checksum as 16 hex digits."""
-    return checksums_of_wholes({"": tensor})[""]
+    return whole_checksums({"": tensor})[""]
 
 
-def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return `checksum_of_whole` of each tensor, by name."""
+def whole_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return `whole_checksum` of each tensor, by name."""
     matrices = [
-        _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
+        _slice_matrix(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
         for tensor in tensors.values()
     ]
-    return _texts_of_wholes(tensors, _sums(matrices))
+    return _whole_texts(tensors, _sums(matrices))
 
 
-def _texts_of_wholes(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
+def _whole_texts(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
     return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
 
 
-def checksum_of_slice(
+def slice_checksum(
     part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
 ) -> str:
     """Return the checksum of `part`, the bytes of this slice of a tensor of
-    `whole_shape`, for `checksums_of_ranks`.
+    `whole_shape`, for `rank_checksums`.
 
     Raises LayoutError if the cut is not between two words.
     """
-    return checksums_of_slices({"": part}, {"": place}, {"": whole_shape})[""]
+    return slice_checksums({"": part}, {"": place}, {"": whole_shape})[""]
 
 
-def checksums_of_slices(
+def slice_checksums(
     parts: Mapping[str, torch.Tensor],
     places: Mapping[str, TensorSlice],
     whole_shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    """Return `checksum_of_slice` of each part, by name. `places` and `whole_shapes` may
+    """Return `slice_checksum` of each part, by name. `places` and `whole_shapes` may
     have more names than `parts`. Raises LayoutError."""
     matrices = [
-        _matrix_of(part, places[name], tuple(whole_shapes[name]))
+        _slice_matrix(part, places[name], tuple(whole_shapes[name]))
         for name, part in parts.items()
     ]
-    return _texts_of_slices(parts, places, _sums(matrices))
+    return _slice_texts(parts, places, _sums(matrices))
 
 
-def _texts_of_slices(
+def _slice_texts(
     names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
 ) -> dict[str, str]:
     checksums: dict[str, str] = {}
@@ -118,18 +118,14 @@ class SumsInPlace:
         places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
         return cls(tensors, places, shapes)
 
-    def checksums_of_wholes(
-        self, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def whole_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Return the checksums of whole tensors. `tensors`: those that are known, or any others
         with their names."""
-        return _texts_of_wholes(tensors, self._sums(tensors))
+        return _whole_texts(tensors, self._sums(tensors))
 
-    def checksums_of_slices(
-        self, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def slice_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Likewise. Raises LayoutError."""
-        return _texts_of_slices(tensors, self._places, self._sums(tensors))
+        return _slice_texts(tensors, self._places, self._sums(tensors))
 
     def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         are_the_parts = len(tensors) == len(self._parts) and all(
@@ -146,11 +142,13 @@ class SumsInPlace:
         return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
 
     def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
-        return _matrix_of(tensor, self._places[name], tuple(self._whole_shapes[name]))
+        return _slice_matrix(
+            tensor, self._places[name], tuple(self._whole_shapes[name])
+        )
 
     def _tiles_in_place(self) -> Tiles | None:
         """None if a part is read from a copy, which would not follow its changes."""
-        from invrl.weights.checksums.gpu_checksums import tiles_of
+        from invrl.weights.checksums.gpu_checksums import split_in_tiles
 
         matrices: list[WordMatrix] = []
         for name, part in self._parts.items():
@@ -158,14 +156,14 @@ class SumsInPlace:
             if matrix.part.data_ptr() != part.data_ptr():
                 return None
             matrices.append(matrix)
-        return tiles_of(matrices)
+        return split_in_tiles(matrices)
 
 
 def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
     return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())
 
 
-def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def rank_checksums(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the checksum of each whole tensor from the slices that an engine's ranks
     hold. Ranks that hold the same slice must agree, and together they must hold every
     slice: otherwise the text describes the error, and equals no checksum."""
@@ -228,9 +226,9 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
-        from invrl.weights.checksums.gpu_checksums import sums_on_gpu, tiles_of
+        from invrl.weights.checksums.gpu_checksums import split_in_tiles, sums_on_gpu
 
-        tiles = tiles_of([matrices[index] for index in on_gpu])
+        tiles = split_in_tiles([matrices[index] for index in on_gpu])
         sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
     for index, matrix in enumerate(matrices):
         if index not in sums:
@@ -238,7 +236,7 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     return [sums[index] & _WRAP for index in range(len(matrices))]
 
 
-def _matrix_of(
+def _slice_matrix(
     part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
 ) -> WordMatrix:
     """Return the matrix of a slice. Raises LayoutError if the slice begins or ends

@@ -34,7 +34,7 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whole tensors, even if the rank holds slices of them."""
     rank: EngineRank = EngineRank()
     checksums_add_up: bool = False
-    """Hash with `multilinear_checksum.py`: for `checksums_of_ranks`, even with one rank."""
+    """Hash with `multilinear_checksum.py`: for `rank_checksums`, even with one rank."""
     arena: ArenaHandle | None = None
     alias: bool = False
     """Point the parameters at the slot instead of copying. Without `arena`: check

@@ -9,9 +9,9 @@ from invrl.errors import LayoutError
 from invrl.types.weights import TensorSpec
 from invrl.weights.tensors.engine_parameters import (
     EXPERTS,
+    checkpoint_tensors,
+    expert_tensors,
     is_padded,
-    tensors_of,
-    tensors_of_expert,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def blocks_of(
     each with the checkpoint tensors that it holds."""
     layer, _, last_name = name.rpartition(".experts.")
     if last_name not in EXPERTS:
-        return [(parameter, tensors_of(name))]
+        return [(parameter, checkpoint_tensors(name))]
     return [
-        (rows, tensors_of_expert(layer, expert, last_name))
+        (rows, expert_tensors(layer, expert, last_name))
         for expert, rows in enumerate(parameter.data)
     ]
 

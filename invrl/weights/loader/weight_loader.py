@@ -32,8 +32,8 @@ from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
 from invrl.weights.checksums.checksums import (
     HashTensors,
-    checksums_of,
     copy_all,
+    tensor_checksums,
     xxh3_checksums,
 )
 from invrl.weights.checksums.multilinear_checksum import SumsInPlace
@@ -43,7 +43,7 @@ from invrl.weights.tensors.engine_parameters import (
     is_padded,
     padded_rows,
 )
-from invrl.weights.tensors.tensor_slice import EngineRank, TensorSlice, slices_of_rank
+from invrl.weights.tensors.tensor_slice import EngineRank, TensorSlice, rank_slices
 from invrl.weights.tensors.tensor_spec import num_bytes
 from invrl.weights.transports.arena import mapped_slot
 from invrl.weights.transports.broadcast import receive_weights
@@ -100,7 +100,7 @@ def _prepared(
     """Raises LayoutError. The preparation is kept for the next request, so that what
     the layout's check has worked out is not worked out again while generation is
     paused."""
-    memory = _memory_of(parameters)
+    memory = _parameter_memory(parameters)
     kept = _preparations.pop(id(model), None)
     if kept is not None and kept.fits(request, memory):
         preparation = kept
@@ -118,7 +118,7 @@ def _prepare(
     memory: _Memory,
 ) -> _Preparation:
     slices = _slices(model, parameters, request)
-    own_tensors = [slices[spec.name].spec_of(spec) for spec in request.tensors]
+    own_tensors = [slices[spec.name].make_spec(spec) for spec in request.tensors]
     places = plan(parameters, own_tensors)
     return _Preparation(
         model=model,
@@ -129,11 +129,11 @@ def _prepare(
         slices=slices,
         own_tensors=own_tensors,
         places=places,
-        hash_tensors=_hash_of(request, slices, places),
+        hash_tensors=_rank_hash(request, slices, places),
     )
 
 
-def _memory_of(parameters: Mapping[str, torch.Tensor]) -> _Memory:
+def _parameter_memory(parameters: Mapping[str, torch.Tensor]) -> _Memory:
     return [
         (
             name,
@@ -192,7 +192,7 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         receive_weights(request.broadcast, request.tensors, places)
         _compute_derived(model)
     if request.digest:
-        checksums = checksums_of(places, hash_tensors)
+        checksums = tensor_checksums(places, hash_tensors)
     if on_gpu:
         _wait_for_kernels()  # the next forward pass does not wait for this stream
     return LoaderReply(checksums=checksums, aliased=aliased)
@@ -225,9 +225,7 @@ def _slices(
         for parameter, parts in blocks_of(name, whole_parameter):
             if all(part in specs for part in parts):  # `plan` says what is missing
                 parts_specs = [specs[part] for part in parts]
-                slices |= slices_of_rank(
-                    name, parameter.shape, parts_specs, request.rank
-                )
+                slices |= rank_slices(name, parameter.shape, parts_specs, request.rank)
     return slices
 
 
@@ -241,7 +239,7 @@ def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
             )
 
 
-def _hash_of(
+def _rank_hash(
     request: LoaderRequest,
     slices: Mapping[str, TensorSlice],
     places: Mapping[str, torch.Tensor],
@@ -250,7 +248,7 @@ def _hash_of(
     if not request.checksums_add_up:
         return xxh3_checksums
     whole_shapes = {spec.name: spec.shape for spec in request.tensors}
-    return SumsInPlace(places, slices, whole_shapes).checksums_of_slices
+    return SumsInPlace(places, slices, whole_shapes).slice_checksums
 
 
 def _compute_derived(model: torch.nn.Module) -> None:

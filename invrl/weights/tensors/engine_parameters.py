@@ -29,7 +29,7 @@ _OVER_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
 
 
-def tensors_of(parameter: str) -> list[str]:
+def checkpoint_tensors(parameter: str) -> list[str]:
     """Return the checkpoint tensors that a parameter holds, first rows first. Not for
     those in EXPERTS."""
     for fused, parts in FUSED.items():
@@ -38,13 +38,13 @@ def tensors_of(parameter: str) -> list[str]:
     return [parameter]
 
 
-def tensors_of_expert(layer: str, expert: int, parameter: str) -> list[str]:
+def expert_tensors(layer: str, expert: int, parameter: str) -> list[str]:
     """Return one expert's checkpoint tensors that a parameter in EXPERTS holds, first
     rows first."""
     return [f"{layer}.experts.{expert}.{part}" for part in EXPERTS[parameter]]
 
 
-def parameter_of(tensor: str) -> tuple[str, tuple[int, int]]:
+def engine_parameter(tensor: str) -> tuple[str, tuple[int, int]]:
     """Return the parameter that holds this checkpoint tensor in a fully fusing engine,
     and the tensor's place in it: tensors come in ascending order of their places."""
     of_expert = _OF_EXPERT.fullmatch(tensor)

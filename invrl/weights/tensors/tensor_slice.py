@@ -59,7 +59,7 @@ class TensorSlice:
             return tensor
         return tensor.narrow(self.dimension, self.start, self.stop - self.start)
 
-    def spec_of(self, spec: TensorSpec) -> TensorSpec:
+    def make_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return the slice's name, shape and dtype."""
         if self.is_whole:
             return spec
@@ -79,7 +79,7 @@ class TensorPart:
     start: int = 0
 
 
-def slices_of_rank(
+def rank_slices(
     parameter: str, shape: Sequence[int], specs: Sequence[TensorSpec], rank: EngineRank
 ) -> Mapping[str, TensorSlice]:
     """Return the slices that a parameter of this shape holds on this rank, by tensor.
@@ -97,7 +97,7 @@ def slices_of_rank(
     if is_padded(parameter):
         if shape[0] >= padded_rows(parameter, rows[0]):
             return whole
-        return {specs[0].name: _slice_of_vocabulary(shape[0], rows[0], rank)}
+        return {specs[0].name: _vocabulary_slice(shape[0], rows[0], rank)}
     if shape[0] == sum(rows) and len(specs) < 3:
         if len(shape) == 1 or shape[1] == specs[0].shape[1]:
             return whole
@@ -109,13 +109,11 @@ def slices_of_rank(
             spec.name: _even_slice(parameter, 0, spec.shape[0], rank) for spec in specs
         }
     if len(specs) == 3:
-        return _slices_of_shared_heads(parameter, shape[0], specs, rank)
+        return _shared_head_slices(parameter, shape[0], specs, rank)
     raise _indivisible(parameter, f"{shape[0]} of {sum(rows)} rows", rank)
 
 
-def _slice_of_vocabulary(
-    rows_per_rank: int, rows: int, rank: EngineRank
-) -> TensorSlice:
+def _vocabulary_slice(rows_per_rank: int, rows: int, rank: EngineRank) -> TensorSlice:
     """Return a rank's slice of the vocabulary. The last rank's rows end with padding,
     which belongs to no token."""
     start = min(rank.index * rows_per_rank, rows)
@@ -132,7 +130,7 @@ def _even_slice(
     return _nth_slice(parameter, dimension, length, rank.index, rank.size, rank)
 
 
-def _slices_of_shared_heads(
+def _shared_head_slices(
     parameter: str, rows_of_rank: int, specs: Sequence[TensorSpec], rank: EngineRank
 ) -> Mapping[str, TensorSlice]:
     """Return the slices of queries, keys and values if several ranks hold the same key

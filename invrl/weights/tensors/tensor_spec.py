@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+def make_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype_name = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name)
 

@@ -33,8 +33,8 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
 from invrl.weights.checksums.checksums import (
     HashTensors,
-    checksums_of,
     copy_all,
+    tensor_checksums,
     whole_hash,
     xxh3_checksums,
 )
@@ -93,7 +93,7 @@ def map_arena(
 
     size = _arena_bytes(layout)
     memory = torch.from_file(path, shared=writable, size=size, dtype=torch.uint8)
-    return _slots_of(memory, layout)
+    return _slot_tensors(memory, layout)
 
 
 def open_arena(
@@ -108,14 +108,14 @@ def open_arena(
     if arena.cuda.num_bytes != _arena_bytes(layout):
         reason = f"it has {arena.cuda.num_bytes} bytes, the layout takes {_arena_bytes(layout)}"
         raise LayoutError(f"the weight arena is not of this layout: {reason}")
-    return _slots_of(open_memory(arena.cuda), layout)
+    return _slot_tensors(open_memory(arena.cuda), layout)
 
 
 def _arena_bytes(layout: WeightLayout) -> int:
     return 2 * slot_layout(layout).num_bytes
 
 
-def _slots_of(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
+def _slot_tensors(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
     import torch
 
     sizes = slot_layout(layout)
@@ -154,7 +154,7 @@ def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
     arena is gone or the slot is being written."""
     slot = mapped_slot(arena, layout)
     with SlotLease(arena.path, arena.slot, writes=False):
-        return checksums_of(slot, xxh3_checksums)
+        return tensor_checksums(slot, xxh3_checksums)
 
 
 class ArenaWriter:
@@ -185,12 +185,12 @@ class ArenaWriter:
             )
         else:
             memory, self._cuda = allocate(_arena_bytes(layout), device)
-            self._slots = _slots_of(memory, layout)
+            self._slots = _slot_tensors(memory, layout)
         self._slot_hashes: list[HashTensors] = [self.hash_tensors, self.hash_tensors]
         """Hash of each whole slot."""
         if self._checksums_add_up:
             self._slot_hashes = [
-                SumsInPlace.of_wholes(slot).checksums_of_wholes for slot in self._slots
+                SumsInPlace.of_wholes(slot).whole_checksums for slot in self._slots
             ]
         self._slot = 1
         self._version: WeightVersion | None = None

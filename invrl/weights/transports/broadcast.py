@@ -148,7 +148,7 @@ class Piece:
     num_bytes: int
 
 
-def pieces_of_buckets(layout: WeightLayout) -> list[list[Piece]]:
+def bucket_pieces(layout: WeightLayout) -> list[list[Piece]]:
     """Return the pieces in each bucket of a slot, in the order of their bytes. Padding
     is left out."""
     sizes = slot_layout(layout)
@@ -182,7 +182,7 @@ def receive_weights(
     try:
         group = _join(invitation)
         buckets = group.receive(slot_layout(layout).num_bytes)
-        for bucket, pieces in zip(buckets, pieces_of_buckets(layout), strict=True):
+        for bucket, pieces in zip(buckets, bucket_pieces(layout), strict=True):
             for piece in pieces:
                 end = piece.tensor_start + piece.num_bytes
                 received = bucket[

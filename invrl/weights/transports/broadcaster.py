@@ -3,7 +3,7 @@ them to engines.
 
 A version is staged in the trainer's own arena (`arena.py`), so the previous version
 stays whole in the other slot. A broadcast of that slot lets engines go back to it and
-newcomers load it while the trainer computes. The trainer's host memory holds two copies
+joining_engines load it while the trainer computes. The trainer's host memory holds two copies
 of the weights, the engines' none.
 
 Invariant: a group has exactly the engines that were named, sends one version at a time,
@@ -26,8 +26,8 @@ import msgspec
 from invrl.errors import WeightSyncError
 from invrl.host.network.rendezvous import (
     listen,
-    refuse_newcomers,
-    refuse_strangers,
+    refuse_new_connections,
+    refuse_unknown_connections,
     serve_store,
 )
 from invrl.host.processes.process import random_key
@@ -70,8 +70,8 @@ class _Generation:
             self.listener, world_size=invitation.world_size, timeout=timeout
         )
         self.group = WeightGroup(invitation, store)
-        refuse_newcomers(self.listener)
-        refuse_strangers(self.listener, members=invitation.world_size)
+        refuse_new_connections(self.listener)
+        refuse_unknown_connections(self.listener, members=invitation.world_size)
         self.listener.close()
         self.listener = None
         return self.group
@@ -134,7 +134,7 @@ class Broadcaster:
         with self._lock:
             generation = self._free_generation(members)
             if generation is None:
-                self._end_free_generations_of(members)
+                self._end_free_generations(members)
                 generation = _begin_generation(members, self._host, self._timeout_s)
                 self._generations.append(generation)
             generation.is_free = False
@@ -150,7 +150,7 @@ class Broadcaster:
                 return generation
         return None
 
-    def _end_free_generations_of(self, members: tuple[str, ...]) -> None:
+    def _end_free_generations(self, members: tuple[str, ...]) -> None:
         """Close the free groups of these engines, which are about to leave them."""
         for generation in list(self._generations):
             if generation.is_free and not set(members).isdisjoint(generation.members):

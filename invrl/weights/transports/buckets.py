@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.checksums.checksums import checksums_of, whole_hash
+from invrl.weights.checksums.checksums import tensor_checksums, whole_hash
 from invrl.weights.tensors.engine_parameters import in_one_call
-from invrl.weights.tensors.tensor_spec import num_bytes, spec_of
+from invrl.weights.tensors.tensor_spec import make_spec, num_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class BucketSender:
         tensors_by_name: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             tensors_by_name[name] = tensor.detach()
-        specs = [spec_of(name, tensor) for name, tensor in tensors_by_name.items()]
+        specs = [make_spec(name, tensor) for name, tensor in tensors_by_name.items()]
         if _by_name(specs) != _by_name(self._layout):
             raise LayoutError("the tensors to stage are not those of the layout")
         self._keep_newest_besides(version)
@@ -51,7 +51,7 @@ class BucketSender:
             payload = self._serialise_bucket(version, tensors_by_name, names)
             payloads.append(payload)
         on_gpu = any(tensor.is_cuda for tensor in tensors_by_name.values())
-        checksums = checksums_of(tensors_by_name, whole_hash(adds_up=on_gpu))
+        checksums = tensor_checksums(tensors_by_name, whole_hash(adds_up=on_gpu))
         return StagedWeights(
             version=version,
             handle=json.dumps(payloads),

@@ -171,7 +171,7 @@ def load_chain(
         bases = read_folder(chain[0], layout, files)
     newer = folders[known[-1] + 1 if known else 1 :]
 
-    def tensor_of(spec: TensorSpec) -> torch.Tensor:
+    def compute_tensor(spec: TensorSpec) -> torch.Tensor:
         """Compute the tensor of the last version."""
         base = bases[spec.name]
         if not newer:
@@ -185,9 +185,9 @@ def load_chain(
     if known and not newer:
         return
     for spec in layout:
-        if checksum(tensor_of(spec)) != expected.get(spec.name):
+        if checksum(compute_tensor(spec)) != expected.get(spec.name):
             raise WeightSyncError(
                 f"{spec.name}: {chain[-1]} does not lead to the checksum of its manifest"
             )
     for spec in layout:
-        places[spec.name].copy_(tensor_of(spec))
+        places[spec.name].copy_(compute_tensor(spec))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from invrl.errors import LayoutError
 from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensors.engine_parameters import padded_rows, parameter_of
+from invrl.weights.tensors.engine_parameters import engine_parameter, padded_rows
 from invrl.weights.tensors.tensor_spec import num_bytes
 
 _ALIGNMENT = 64
@@ -54,7 +54,7 @@ def _fused(layout: WeightLayout) -> list[tuple[str, list[TensorSpec]]]:
     places: dict[tuple[object, ...], list[tuple[tuple[int, int], TensorSpec]]] = {}
     names: dict[tuple[object, ...], str] = {}
     for spec in layout:
-        parameter, place = parameter_of(spec.name)
+        parameter, place = engine_parameter(spec.name)
         key = (parameter, spec.dtype, spec.shape[1:])
         names[key] = parameter
         places.setdefault(key, []).append((place, spec))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
-from invrl.weights.tensors.tensor_spec import spec_of
+from invrl.weights.tensors.tensor_spec import make_spec
 from invrl.weights.transports.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read_folder(
         raise WeightSyncError(
             f"the weights at {path} cannot be read: {error}"
         ) from error
-    held = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+    held = {name: make_spec(name, tensor) for name, tensor in tensors.items()}
     expected = {spec.name: spec for spec in layout}
     if held != expected:
         different = sorted(

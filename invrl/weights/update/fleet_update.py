@@ -58,7 +58,7 @@ class FleetUpdate:
         remaining = self.remaining()
         failures = await self._call_side_by_side(phase, remaining, call)
         if len(failures) == len(remaining):
-            raise self._error_of_all(phase, failures) from next(iter(failures.values()))
+            raise self._common_error(phase, failures) from next(iter(failures.values()))
         self._lose(phase, failures)
 
     async def try_each(self, phase: Phase, call: Call) -> None:
@@ -75,7 +75,7 @@ class FleetUpdate:
                 reason = f"every engine was lost after the commit, {reason}"
             raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
 
-    def _error_of_all(
+    def _common_error(
         self, phase: Phase, failures: Mapping[str, Exception]
     ) -> WeightSyncError:
         """Return the error of a phase that failed on every engine: the first failure,
@@ -115,7 +115,7 @@ class FleetUpdate:
         if phase == "pause":
             deadline_s += self.drain_timeout_s
 
-        async def failure_of(receiver: WeightReceiver) -> Exception | None:
+        async def call_failure(receiver: WeightReceiver) -> Exception | None:
             try:
                 async with asyncio.timeout(deadline_s):
                     await call(receiver)
@@ -128,7 +128,7 @@ class FleetUpdate:
         self.entered(phase)
         with timed(self.seconds, phase):
             errors = await asyncio.gather(
-                *(failure_of(receiver) for receiver in receivers)
+                *(call_failure(receiver) for receiver in receivers)
             )
         failures: dict[str, Exception] = {}
         for receiver, error in zip(receivers, errors, strict=True):

@@ -63,7 +63,7 @@ from invrl.weights.update.canary import CanaryBound
 from invrl.weights.update.canary_check import CanaryCheck
 from invrl.weights.update.committed import Committed, Load, load_alone, load_verified
 from invrl.weights.update.fleet_update import FleetUpdate, Phase
-from invrl.weights.update.newcomers import Newcomers
+from invrl.weights.update.joining_engines import JoiningEngines
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +102,14 @@ class WeightTransaction:
     """Phase of the update in progress; "" if there is none."""
     staged: WeightVersion | None = field(default=None, init=False)
     """The version that was staged last."""
-    _newcomers: Newcomers = field(init=False)
+    _joining_engines: JoiningEngines = field(init=False)
     _suspended: FleetUpdate | None = field(default=None, init=False)
     """Update that `suspend` began."""
     _closed: ExitStack = field(default_factory=ExitStack, init=False)
-    """Holds newcomers off while engines are suspended."""
+    """Holds joining engines off while engines are suspended."""
 
     def __post_init__(self) -> None:
-        self._newcomers = Newcomers(deadline_s=self.deadline_s)
+        self._joining_engines = JoiningEngines(deadline_s=self.deadline_s)
 
     @property
     def _canary(self) -> CanaryCheck:
@@ -142,9 +142,9 @@ class WeightTransaction:
         update = self._begin()
         try:
             with ExitStack() as closed:
-                with timed(update.seconds, "newcomers"):
-                    await self._newcomers.until_none_holds_updates()
-                closed.enter_context(self._newcomers.closed())
+                with timed(update.seconds, "joining_engines"):
+                    await self._joining_engines.wait_for_joins()
+                closed.enter_context(self._joining_engines.closed())
                 update.receivers = tuple(await self.receivers())
                 try:
                     if update.receivers:
@@ -177,10 +177,12 @@ class WeightTransaction:
     async def _give_version(
         self, update: FleetUpdate, version: WeightVersion, closed: ExitStack
     ) -> WeightUpdate:
-        """`closed`: holds newcomers off since `suspend`."""
+        """`closed`: holds joining engines off since `suspend`."""
         if self.committed is not None:
-            with timed(update.seconds, "newcomers"):
-                await self._newcomers.until_unread_but(self.committed.staged.version)
+            with timed(update.seconds, "joining_engines"):
+                await self._joining_engines.wait_until_only_reads(
+                    self.committed.staged.version
+                )
         self.phase = "stage"
         layout, staged = await self._stage(update, version)
         if not await self.receivers():
@@ -188,10 +190,10 @@ class WeightTransaction:
             closed.close()
             update.paused = False
             update.asleep = False
-        with timed(update.seconds, "newcomers"):
+        with timed(update.seconds, "joining_engines"):
             await self.until_engine()
-            await self._newcomers.until_none_holds_updates()
-        with self._newcomers.closed():
+            await self._joining_engines.wait_for_joins()
+        with self._joining_engines.closed():
             await self._ask_receivers(update)
             await update.call_each(
                 "prepare", lambda engine: engine.check(layout, staged)
@@ -302,23 +304,23 @@ class WeightTransaction:
         checksum and canary. Then call `join`, which makes the engine one of
         `receivers`.
 
-        Updates continue meanwhile (`newcomers.py`). Raises WeightSyncError, before
+        Updates continue meanwhile (`joining_engines.py`). Raises WeightSyncError, before
         `join`.
         """
         is_late = False
         while True:
-            await self._newcomers.until_open()
+            await self._joining_engines.until_open()
             committed = self.committed
             if committed is None:
                 raise WeightSyncError(
                     "the fleet holds no version yet", engine=engine.name
                 )
             version = committed.staged.version
-            async with self._newcomers.reading(
+            async with self._joining_engines.reading(
                 engine.name, version, holds_updates=is_late
             ):
                 await self._give(engine, committed)
-                await self._newcomers.until_open()
+                await self._joining_engines.until_open()
                 if (
                     self.committed is not None
                     and self.committed.staged.version == version
@@ -355,14 +357,14 @@ class WeightTransaction:
         """
         try:
             async with asyncio.timeout(wait_s):
-                await self._newcomers.until_open()
+                await self._joining_engines.until_open()
         except TimeoutError:
             reason = f"a weight update has been in progress for {wait_s:g} s; ask again"
             raise WeightSyncError(reason) from None
         committed = self.committed
         if committed is None:
             raise WeightSyncError("no version of the weights has been committed yet")
-        async with self._newcomers.reading(
+        async with self._joining_engines.reading(
             reader, committed.staged.version, holds_updates=True
         ):
             yield committed

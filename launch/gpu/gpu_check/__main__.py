@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from gpu_check.card import why_busy, why_still_busy
+from gpu_check.card import busy_reason, busy_reason_after
 from gpu_check.record import Record
 from gpu_check.settings import CheckSettings
 from gpu_check.stage import Outcome, not_run, run_stage
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     settings.work.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     if not settings.smoke:
-        reason = why_busy()
+        reason = busy_reason()
         if reason is not None:
             print(f"no stage is run: {reason}", file=sys.stderr)
             return 2
@@ -65,7 +65,7 @@ def _run_in_turn(
     names: Sequence[str], settings: CheckSettings, give_up_at: float
 ) -> Iterator[tuple[str, Outcome]]:
     for name in names:
-        reason = None if settings.smoke else why_still_busy(_MEMORY_FREED_S)
+        reason = None if settings.smoke else busy_reason_after(_MEMORY_FREED_S)
         yield (
             name,
             _run(name, settings, give_up_at) if reason is None else not_run(reason),

@@ -40,7 +40,7 @@ def card() -> dict[str, str]:
     return {"card": name, "driver": driver, "memory_mb": total}
 
 
-def why_busy() -> str | None:
+def busy_reason() -> str | None:
     """Who uses the memory of the first card, None if nobody does."""
     cards = query("gpu", "memory.used")
     if not cards or int(cards[0][0]) <= _IDLE_MB:
@@ -55,11 +55,11 @@ def why_busy() -> str | None:
     return f"{used} by {named}: end it, or wait for its end"
 
 
-def why_still_busy(wait_s: float) -> str | None:
-    """As `why_busy`, but what is just ending has so long to do so."""
+def busy_reason_after(wait_s: float) -> str | None:
+    """As `busy_reason`, but what is just ending has so long to do so."""
     give_up_at = time.monotonic() + wait_s
-    reason = why_busy()
+    reason = busy_reason()
     while reason is not None and time.monotonic() < give_up_at:
         time.sleep(_POLL_S)
-        reason = why_busy()
+        reason = busy_reason()
     return reason

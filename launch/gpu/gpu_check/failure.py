@@ -38,7 +38,7 @@ class Failure:
     last_lines: tuple[str, ...]
 
 
-def why_it_failed(log: str, smaller: str) -> Failure:
+def describe_failure(log: str, smaller: str) -> Failure:
     """`smaller`: what would need less memory."""
     lines = log.splitlines()
     for line in lines:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers.flex_attention import TreeMask
 from invrl.train.layers.sdpa import AttentionCalls
@@ -42,11 +42,13 @@ def prefix_trees(num_tokens: int, num_groups: int) -> ContextShare:
 
 
 def _packed(sequences: list[np.ndarray]) -> ContextShare:
-    rows: list[Row] = []
+    rows: list[TokenSequence] = []
     for tokens_T in sequences:
         last = np.array([len(tokens_T) - 1])
         rows.append(
-            Row(tokens_T=tokens_T.astype(np.int32), wanted_N=last, temperature=1.0)
+            TokenSequence(
+                tokens_T=tokens_T.astype(np.int32), wanted_N=last, temperature=1.0
+            )
         )
     total = sum(map(len, sequences))
     (micro_batch,) = pack(rows, max_tokens=total, share_prefixes=True)

@@ -51,7 +51,7 @@ class RankSender:
 
     async def start(self, model: Path, *, arena_on_gpu: bool) -> None:
         train = TrainConfig.model_validate(
-            {"lr": _LR, "max_tokens_per_microbatch": _ROWS * _ROW_TOKENS}
+            {"lr": _LR, "max_tokens_per_micro_batch": _ROWS * _ROW_TOKENS}
         )
         settings = RankSettings(
             rank=0,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpu_check.failure import why_it_failed
+from gpu_check.failure import describe_failure
 from gpu_check.result import emitted, skip_reason
 from gpu_check.settings import CheckSettings
 
@@ -96,7 +96,7 @@ def run_stage(
         )
     if exit_status == 0:
         return Outcome(state="passed", seconds=seconds, results=emitted(text))
-    failure = why_it_failed(text, stage.smaller)
+    failure = describe_failure(text, stage.smaller)
     reason = failure.reason
     if exit_status is None:
         reason = f"it did not end within {deadline_s:.0f} s; {reason}"
@@ -115,7 +115,7 @@ def _as_argument(settings: CheckSettings) -> str:
     return json.dumps(asdict(settings), default=str)
 
 
-def settings_of_argument(argument: str) -> CheckSettings:
+def parse_settings_argument(argument: str) -> CheckSettings:
     values = json.loads(argument)
     for name in ("out", "work", "trained_model"):
         if values[name] is not None:

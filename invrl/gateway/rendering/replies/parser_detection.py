@@ -7,7 +7,7 @@ import json
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.replies.spelled_reply import spelled_reply
+from invrl.gateway.rendering.replies.template_reply import template_reply
 from invrl.gateway.rendering.thinking import END_THINK, THINK
 from invrl.gateway.rendering.tool_calls.call_reader import CallReader
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
@@ -58,7 +58,7 @@ def detect_call_parser(renderer: Renderer) -> str:
         return ""
     prompt = Prompt(messages=(_ASK, _CALL), tools=(_TOOL,))
     try:
-        ids = spelled_reply(renderer, prompt, 1)
+        ids = template_reply(renderer, prompt, 1)
     except SessionError:  # the template takes no calls
         return ""
     reply = renderer.reply_text(ids, special=True)

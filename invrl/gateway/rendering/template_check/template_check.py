@@ -23,7 +23,7 @@ from invrl.gateway.rendering.replies.reply_parser import (
     join_deltas,
     reply_message,
 )
-from invrl.gateway.rendering.replies.spelled_reply import spelled_reply, visible_text
+from invrl.gateway.rendering.replies.template_reply import template_reply, visible_text
 from invrl.gateway.rendering.template_check.template_corpus import CORPUS
 from invrl.gateway.rendering.thinking import equal_without_thinking
 from invrl.gateway.types import ADVICE, Message, Prompt, ToolChoice
@@ -187,7 +187,7 @@ class _ParsedPlayback(_AnyPlayback):
         """Sample the message, and record it as the client gets it."""
         position = len(self._request.messages)
         answered = replace(self._request, messages=(*self._request.messages, message))
-        sampled = spelled_reply(self._renderer, answered, position)
+        sampled = template_reply(self._renderer, answered, position)
         parser = self._parsers.reply(
             self._request.tools,
             ToolChoice(),
@@ -267,7 +267,9 @@ class _Playback(_AnyPlayback):
 
     def _reply(self, position: int) -> None:
         """Record the message at `position` as the sampled reply."""
-        reply_ids = spelled_reply(self._renderer, self._prompt, position, cut=self._cut)
+        reply_ids = template_reply(
+            self._renderer, self._prompt, position, cut=self._cut
+        )
         self._path = self._path + reply_ids
         self._depth = position + 1
 

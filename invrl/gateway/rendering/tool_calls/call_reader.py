@@ -51,7 +51,7 @@ class CallReader:
         form = CALL_FORMS.get(type(self._detector).__name__)
         self._form_is_known = form is not None
         if form is None:
-            form = _form_of_mark(self._detector.bot_token)
+            form = _mark_form(self._detector.bot_token)
         self._form = form
         self._text = ""
         """Text not returned yet: it may become a block, or it begins with the current
@@ -234,7 +234,7 @@ class CallReader:
         return Delta(calls=tuple(shown))
 
 
-def _form_of_mark(mark: str) -> CallForm:
+def _mark_form(mark: str) -> CallForm:
     """Return the form of an unknown parser: from its mark on, everything is one
     block."""
     if not mark:

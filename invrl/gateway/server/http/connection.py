@@ -111,7 +111,7 @@ class ClientConnection:
         )
         return delivered
 
-    async def unless_gone(self, answering: Coroutine[Any, Any, bool]) -> bool:
+    async def cancel_on_disconnect(self, answering: Coroutine[Any, Any, bool]) -> bool:
         """Return the result of `answering`. If the client disconnects, cancel it and
         return False. It runs in the task of the caller: another task would cost two
         rounds of the event loop."""

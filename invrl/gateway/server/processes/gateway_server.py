@@ -113,9 +113,9 @@ class GatewayServer:
         return self._heartbeats.newest_version()
 
     @property
-    def wrong_answers(self) -> int:
+    def wrong_replies(self) -> int:
         """Number of refused answers of engines that could not be true."""
-        return self._heartbeats.wrong_answers()
+        return self._heartbeats.wrong_replies()
 
     def end_run(self) -> None:
         """Let the gateway answer that the run has ended: to an environment that asks

@@ -39,12 +39,12 @@ def serve(
     beat: Callable[[], None],
     run_ended: Callable[[], bool],
     newest_version: Callable[[], WeightVersion],
-    on_wrong_answer: Callable[[], object],
+    on_wrong_reply: Callable[[], object],
 ) -> None:
     """Run until SIGTERM, which the caller has blocked. On return, every accepted turn
     is committed. `beat` is called regularly while the event loop runs. `run_ended`:
     whether environments that the run did not start learn that it has ended.
-    `newest_version` and `on_wrong_answer` are those of `SglangClient`."""
+    `newest_version` and `on_wrong_reply` are those of `SglangClient`."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there
     # before its own. (With SIG_IGN the kernel would discard a signal that arrived while
@@ -53,7 +53,7 @@ def serve(
     store = RunStoreWriter(
         Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s
     )
-    fleet = _fleet_client(settings, newest_version, on_wrong_answer)
+    fleet = _fleet_client(settings, newest_version, on_wrong_reply)
     traces = open_traces(
         settings.otel_endpoint, service="invrl-gateway", run=settings.run_id
     )
@@ -114,7 +114,7 @@ def serve(
 def _fleet_client(
     settings: GatewaySettings,
     newest_version: Callable[[], WeightVersion],
-    on_wrong_answer: Callable[[], object],
+    on_wrong_reply: Callable[[], object],
 ) -> SglangClient:
     api_key = ""
     if settings.router_api_key is not None:
@@ -130,5 +130,5 @@ def _fleet_client(
         generate_deadline_s=settings.session.generate_timeout_s,
         experts=experts,
         newest_version=newest_version,
-        on_wrong_answer=on_wrong_answer,
+        on_wrong_reply=on_wrong_reply,
     )

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from invrl.host.processes.lived_time import Stopwatch
+from invrl.host.processes.awake_time import Stopwatch
 from invrl.types.weights import WeightVersion
 
 SUPERVISOR = 0
@@ -39,7 +39,7 @@ class HeartbeatPage:
     """An array of uint64. The supervisor and each of `workers` workers have five words:
     the number of heartbeats, how often the process was killed because they stopped,
     wrong answers of engines, how often it has ended by itself, and the lived time of
-    its place (`LivedTime`). Then comes the newest version of the weights. The last word
+    its place (`AwakeClock`). Then comes the newest version of the weights. The last word
     is not 0 once the run has ended. `file` is the open file that `create` returned,
     which child processes inherit."""
 
@@ -70,10 +70,10 @@ class HeartbeatPage:
     def newest_version(self) -> WeightVersion:
         return WeightVersion(self._words[-2])
 
-    def count_wrong_answer(self, place: int) -> None:
+    def count_wrong_reply(self, place: int) -> None:
         self._words[2 * self._places + place] += 1
 
-    def wrong_answers(self) -> int:
+    def wrong_replies(self) -> int:
         """Return the wrong answers of engines to all workers, since the page was
         made."""
         return sum(self._words[2 * self._places : 3 * self._places])
@@ -86,7 +86,7 @@ class HeartbeatPage:
         its silence."""
         return self._words[3 * self._places + place]
 
-    def lived_word(self, number: int) -> memoryview:
+    def awake_word(self, number: int) -> memoryview:
         """Return where worker `number`, and those that replace it, count their lived
         time."""
         position = 4 * self._places + worker_place(number)

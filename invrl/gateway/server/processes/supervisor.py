@@ -32,8 +32,8 @@ from invrl.gateway.server.processes.heartbeat_page import (
     worker_place,
 )
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.processes.awake_time import AwakeClock
 from invrl.host.processes.descendants import die_with_parent
-from invrl.host.processes.lived_time import LivedTime
 from invrl.host.processes.process import RestartLimit
 from invrl.store.schema import connect
 
@@ -144,7 +144,7 @@ class _Workers:
             urls=self._urls,
             open_sessions=self._open_sessions,
             starts=self._starts[number],
-            lived_time=LivedTime(self._heartbeats.lived_word(number)),
+            awake_time=AwakeClock(self._heartbeats.awake_word(number)),
         )
         work = partial(
             serve,
@@ -156,8 +156,8 @@ class _Workers:
             beat=partial(self._heartbeats.beat, worker_place(number)),
             run_ended=self._heartbeats.run_has_ended,
             newest_version=self._heartbeats.newest_version,
-            on_wrong_answer=partial(
-                self._heartbeats.count_wrong_answer, worker_place(number)
+            on_wrong_reply=partial(
+                self._heartbeats.count_wrong_reply, worker_place(number)
             ),
         )
         pid = _fork(work)

@@ -21,13 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, DiskFullError, ServerError, SessionError
 from invrl.gateway.dialects.dialect import CountingDialect, Dialect, ParsedRequest
-from invrl.gateway.keys import keys_of_request
+from invrl.gateway.keys import request_keys
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.http.connection import ClientConnection
 from invrl.gateway.server.http.refusals import disk_full, retry_after
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.turns.conversation import AnswerSource, Conversation
+from invrl.gateway.turns.conversation import Conversation, ResponseSource
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Piece, TurnRequest
 from invrl.host.output.log_lines import session_of_task
@@ -55,7 +55,7 @@ class AgentEndpoint:
         client = ClientConnection(scope, receive, send)
         record: SessionRecord | None = None
         try:
-            keys = keys_of_request(scope["path_params"].get("key"), client.headers)
+            keys = request_keys(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
             session_of_task.set(record.session.id)
             client.session_id = record.session.id
@@ -105,11 +105,11 @@ class AgentEndpoint:
         """Sample and send the answer, and mark it as delivered if the client received
         all of it."""
         conversation = self.turns.conversation(record)
-        sources: list[AnswerSource] = []
+        sources: list[ResponseSource] = []
         with conversation.call(), contextlib.ExitStack() as attachments:
             attachments.callback(record.last_heard.update)
             answering = self._answer(client, conversation, body, sources, attachments)
-            if await client.unless_gone(answering):
+            if await client.cancel_on_disconnect(answering):
                 for source in sources:
                     self.turns.deliver(conversation, source)
             else:
@@ -121,7 +121,7 @@ class AgentEndpoint:
         client: ClientConnection,
         conversation: Conversation,
         body: bytes,
-        sources: list[AnswerSource],
+        sources: list[ResponseSource],
         attachments: contextlib.ExitStack,
     ) -> bool:
         """Parse the body, begin a turn for each choice, and send the answer. True if
@@ -163,7 +163,7 @@ class AgentEndpoint:
         self,
         client: ClientConnection,
         request: ParsedRequest,
-        sources: Sequence[AnswerSource],
+        sources: Sequence[ResponseSource],
         headers: dict[str, str],
     ) -> bool:
         """Send the answer as events. True if the client received all of them. The HTTP
@@ -240,7 +240,7 @@ def _choices(request: ParsedRequest) -> list[TurnRequest]:
 
 
 async def _interleaved(
-    sources: Sequence[AnswerSource], silence_s: float
+    sources: Sequence[ResponseSource], silence_s: float
 ) -> AsyncIterator[tuple[int, Piece | None]]:
     """Yield the pieces of all choices as they are sampled, each with the number of its
     choice. None instead of a piece after every `silence_s` in which the choice was

@@ -15,7 +15,7 @@ from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
-from invrl.gateway.keys import keys_of_request
+from invrl.gateway.keys import request_keys
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.routes.agent_api import AgentEndpoint, CountEndpoint
 from invrl.gateway.server.settings import GatewaySettings
@@ -67,7 +67,7 @@ class AgentRoutes:
         if parts[1:2] == ["s"] and len(parts) > 2:
             key_in_path = parts[2]
         with contextlib.suppress(SessionError):
-            keys = keys_of_request(key_in_path, dict(request.headers))
+            keys = request_keys(key_in_path, dict(request.headers))
             self._registry.by_key(keys).note_refusal(error)
 
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
@@ -110,7 +110,7 @@ class AgentRoutes:
 
     async def _show_models(self, request: Request) -> Response:
         """Show the model under all its names, or under the one in the path."""
-        record = self._session_of(request)
+        record = self._authorized_session(request)
         dialect = self.dialect_for(request)
         name = request.path_params.get("id", "")
         if not name:
@@ -123,7 +123,7 @@ class AgentRoutes:
         return Response(body, media_type="application/json")
 
     async def _show_response(self, request: Request) -> Response:
-        conversation = self._turns.conversation(self._session_of(request))
+        conversation = self._turns.conversation(self._authorized_session(request))
         body = self._responses.retrieve(
             request.path_params["id"],
             conversation.forest.turn,
@@ -131,10 +131,10 @@ class AgentRoutes:
         )
         return Response(body, media_type="application/json")
 
-    def _session_of(self, request: Request) -> SessionRecord:
+    def _authorized_session(self, request: Request) -> SessionRecord:
         """Return the session of a request. Raises SessionError 401 if it carries no key
         of an open session."""
-        keys = keys_of_request(request.path_params.get("key"), dict(request.headers))
+        keys = request_keys(request.path_params.get("key"), dict(request.headers))
         record = self._registry.by_key(keys)
         record.last_heard.update()
         return record

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from invrl.errors import SessionError
-from invrl.gateway.keys import hash_key, hash_of_same_key, keys_of_request, unauthorized
+from invrl.gateway.keys import hash_key, request_keys, single_key_hash, unauthorized
 from invrl.gateway.registry import Opening
 from invrl.gateway.server.routes import session_bodies as bodies
 from invrl.gateway.server.workers.metrics import GatewayMetrics
@@ -67,7 +67,7 @@ class SessionRoutes:
             session_path + "/finish", response_model=Outcome, responses=unrewarded
         )(self.finish_session)
         api.post(session_path + "/abort")(self.abort_session)
-        api.post(session_path + "/heartbeat")(self.hear_of_session)
+        api.post(session_path + "/heartbeat")(self.keep_session_alive)
         api.get(session_path, response_model_exclude_unset=True)(self.show_session)
         api.get("/metrics")(self.show_metrics)
         api.get("/openapi.json", include_in_schema=False)(self.show_schema)
@@ -185,7 +185,7 @@ class SessionRoutes:
         record = self._session(request, session_id)
         return await self.lifecycle.abort(record, body.reason, body.detail)
 
-    async def hear_of_session(
+    async def keep_session_alive(
         self, request: Request, session_id: str
     ) -> bodies.Heartbeat:
         """Show that an environment is alive that computes for a long time between two
@@ -246,7 +246,7 @@ class SessionRoutes:
     def _check_environment(self, request: Request) -> None:
         """Raise SessionError 401 unless the request carries the environment key."""
         if not self._is_environment(
-            hash_of_same_key(keys_of_request(None, request.headers))
+            single_key_hash(request_keys(None, request.headers))
         ):
             raise unauthorized("this needs the environment key")
 
@@ -255,7 +255,7 @@ class SessionRoutes:
         environment if there is none. Any other key gets SessionError 401, the same for
         a foreign session and for an unknown one, so that keys cannot be used to find
         out ids."""
-        key_hash = hash_of_same_key(keys_of_request(None, request.headers))
+        key_hash = single_key_hash(request_keys(None, request.headers))
         registry = self.lifecycle.registry
         if self._is_environment(key_hash):
             return registry.by_id(session_id)

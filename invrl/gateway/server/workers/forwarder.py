@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from invrl.errors import SessionError
 from invrl.gateway.keys import (
     hash_key,
-    hash_of_same_key,
     is_signed,
-    keys_of_request,
+    request_keys,
+    single_key_hash,
     unauthorized,
 )
 from invrl.gateway.server.http.connection import ClientConnection
@@ -85,7 +85,7 @@ class Forwarder:
         client = ClientConnection(scope, receive, send)
         place = self._peers.place
         path_key, session_id = _names_in_path(scope["path"])
-        keys = keys_of_request(path_key or None, client.headers)
+        keys = request_keys(path_key or None, client.headers)
         first_key = keys[0] if keys else ""
         owner = place.owner(path_key or session_id or first_key)
         opens_sessions = (
@@ -109,7 +109,7 @@ class Forwarder:
                     await self._app(scope, _receive_again(body, client), send)
                     return
             assert owner is not None
-            await client.unless_gone(self._forward(client, scope, owner, body))
+            await client.cancel_on_disconnect(self._forward(client, scope, owner, body))
         except SessionError as error:
             if not client.gone.is_set():
                 headers = {"content-type": "application/json"}
@@ -121,7 +121,7 @@ class Forwarder:
 
     def _check_environment_key(self, keys: Sequence[str]) -> None:
         """Raise SessionError 401 unless the request carries the environment key."""
-        if not hmac.compare_digest(hash_of_same_key(keys), hash_key(self._env_key)):
+        if not hmac.compare_digest(single_key_hash(keys), hash_key(self._env_key)):
             raise unauthorized("this needs the environment key")
 
     def _check_keys(self, keys: Sequence[str]) -> None:

@@ -129,10 +129,10 @@ def route_names(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
         if isinstance(route, Route):
             names.setdefault(route.endpoint, route.path.removeprefix(_KEY_PREFIX))
 
-    def name_of(scope: Scope) -> str:
+    def route_name(scope: Scope) -> str:
         route = scope.get("route")
         if isinstance(route, Route):
             return route.path
         return names.get(scope.get("endpoint"), UNKNOWN_ROUTE)
 
-    return name_of
+    return route_name

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from gpu_check.result import StageSkipped, emit, emit_skipped
-from gpu_check.stage import settings_of_argument
+from gpu_check.stage import parse_settings_argument
 from gpu_check.stages import STAGES
 
 # SGLang 0.5.21 next to torch 2.11 (it pins 2.13): the kernel package that fits is an
@@ -20,7 +20,7 @@ def main(name: str, settings_json: str) -> None:
     signal.signal(signal.SIGTERM, _end)
     module = importlib.import_module(f"gpu_check.stages.{name}")
     try:
-        module.run(settings_of_argument(settings_json))
+        module.run(parse_settings_argument(settings_json))
     except StageSkipped as reason:
         emit_skipped(str(reason))
     except Exception as error:

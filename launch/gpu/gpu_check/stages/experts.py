@@ -145,7 +145,7 @@ def _check_step(settings: CheckSettings) -> None:
     train = TrainConfig.model_validate(
         {
             "train_dtype": "bfloat16",
-            "max_tokens_per_microbatch": micro_batch,
+            "max_tokens_per_micro_batch": micro_batch,
             "lr": 1e-12,  # so that every step has the same weights
             "clip_grad": None,
         }

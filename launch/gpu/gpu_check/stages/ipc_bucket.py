@@ -12,7 +12,7 @@ import torch
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.types.weights import WeightVersion
-from invrl.weights.tensors.tensor_spec import checksum, spec_of
+from invrl.weights.tensors.tensor_spec import checksum, make_spec
 from invrl.weights.transports.buckets import BucketSender
 
 NUM_TENSORS = 200
@@ -30,7 +30,7 @@ def run(settings: CheckSettings) -> None:
         for index in range(num_tensors)
     }
     sender = BucketSender(
-        tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+        tuple(make_spec(name, tensor) for name, tensor in tensors.items())
     )
     stage_s: list[float] = []
     load_s: list[float] = []

@@ -23,7 +23,7 @@ its own order."""
 
 def run(settings: CheckSettings) -> None:
     model = str(random_model(settings, settings.model))
-    train = TrainConfig.model_validate({"max_tokens_per_microbatch": 4096})
+    train = TrainConfig.model_validate({"max_tokens_per_micro_batch": 4096})
     rank = start_rank(model, train, AlgorithmConfig.model_validate({}))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 500, length).tolist() for length in _LENGTHS]

@@ -76,10 +76,10 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
             flush=True,
         )
         if isinstance(error, subprocess.SubprocessError):
-            raise SystemExit(_why_train_ended(error, output)) from None
+            raise SystemExit(_describe_train_end(error, output)) from None
         raise
     finally:
-        lines = _steps_of(run_folder)
+        lines = _read_steps(run_folder)
         emit(
             run=str(run_folder),
             steps=len(lines),
@@ -119,7 +119,7 @@ def _task_flags(settings: CheckSettings) -> list[str]:
         "rollout-batch-size": "4",
         "n-samples-per-prompt": "8",
         "max-new-tokens": "32",
-        "max-row-tokens": "1024",
+        "max-sample-tokens": "1024",
         "group-filter": "none",
         "lr": "1e-3",
     }
@@ -143,7 +143,7 @@ def _as_arguments(flags: dict[str, str]) -> list[str]:
     return arguments
 
 
-def _steps_of(run_folder: Path) -> list[dict[str, float]]:
+def _read_steps(run_folder: Path) -> list[dict[str, float]]:
     """The lines of `metrics.jsonl` that tell of a training step."""
     path = run_folder / "metrics.jsonl"
     if not path.exists():
@@ -166,7 +166,7 @@ def _figures(line: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _why_train_ended(error: subprocess.SubprocessError, output: Path) -> str:
+def _describe_train_end(error: subprocess.SubprocessError, output: Path) -> str:
     said = [line for line in last_lines(output, _TAIL_LINES) if line.strip()] or [
         "it said nothing"
     ]

@@ -68,7 +68,7 @@ def run(settings: CheckSettings) -> None:
 def _step_settings(settings: CheckSettings, micro_batch: int) -> StepSettings:
     return StepSettings(
         model_path=str(random_model(settings, settings.model)),
-        train=TrainConfig.model_validate({"max_tokens_per_microbatch": micro_batch}),
+        train=TrainConfig.model_validate({"max_tokens_per_micro_batch": micro_batch}),
         num_tokens=_STEP_MICRO_BATCHES * micro_batch,
         repetitions=_REPETITIONS,
         out=str(settings.out / f"speed-{micro_batch}.json"),
@@ -88,7 +88,7 @@ def _largest_micro_batch(steps: StepSettings) -> int:
         on_cuda=True,
     )
     _, total = torch.cuda.mem_get_info()
-    num_tokens = steps.train.microbatch_tokens
+    num_tokens = steps.train.micro_batch_tokens
     while num_tokens > 1 and budget.largest(num_tokens).total > total:
         num_tokens //= 2
     return num_tokens
