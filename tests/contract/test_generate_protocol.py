@@ -236,7 +236,6 @@ async def test_a_whole_reply_has_ids_logprobs_and_versions(
 ):
     request = ask(random_prompt(40))
     result = await client.generate(request)
-    assert result.prompt_tokens == 40
     assert result.finish_reason == "length"
     assert result.matched_stop is None
     assert len(result.ids_T) == 6
@@ -265,7 +264,6 @@ async def test_stream_pieces_join_to_the_whole_reply(
     assert num_tokens == 90
     assert_spans_cover(result.spans, 90)
     assert result.finish_reason == "length"
-    assert result.prompt_tokens == 4
 
 
 async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
@@ -404,7 +402,6 @@ async def test_continued_path_is_read_from_the_cache(
     continued = [*prompt, *first.ids_T.tolist(), *PROMPT]
     second = await client.generate(ask(continued))
     assert first.cached_tokens < 8
-    assert second.prompt_tokens == 70
     assert 60 <= second.cached_tokens < 70
 
 
@@ -434,7 +431,7 @@ async def test_request_that_would_kill_an_engine_is_refused(
             await client.generate(request)
         assert caught.value.status == 400
     result = await client.generate(ask([5]))
-    assert result.prompt_tokens == 1
+    assert result.finish_reason == "length"
 
 
 async def test_unreachable_engine_is_a_server_error():

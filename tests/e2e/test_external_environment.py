@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from trace_collector import Collector, running_collector
 
-from e2e.outside import SPAN_ID, trace_id
+from e2e.external_environment import SPAN_ID, trace_id
 from e2e.runs import DEADLINE_S, flags, invrl, steps_of
 from invrl.host.network.ports import free_port
 from invrl.store.batch_file import batch_path, load_batch
@@ -52,7 +52,11 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     port = free_port()
     log = folder / "outside.jsonl"
     place = [f"http://127.0.0.1:{port}", KEY, str(log)]
-    command = [sys.executable, str(Path(__file__).parent / "outside.py"), *place]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "external_environment.py"),
+        *place,
+    ]
     with pytest.MonkeyPatch.context() as environment, running_collector() as collector:
         environment.setenv("INVRL_ENV_KEY", KEY)
         stranger = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""})

@@ -19,7 +19,7 @@ import zmq
 from soak import ROLES, Soak, check_run
 
 from e2e.runs import flags, invrl
-from e2e.stranger import Stranger, listening_ports
+from e2e.unauthorized_client import Stranger, listening_ports
 from invrl.buffer.ledger.ledger_store import read_incarnations
 from invrl.store.run_folder import RunFolder
 

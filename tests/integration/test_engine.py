@@ -66,7 +66,6 @@ async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) ->
     assert len(result.logprobs_T) == 200
     assert result.finish_reason == "length"
     assert [(span.start, span.end) for span in result.spans] == [(0, 200)]
-    assert result.prompt_tokens == 3
 
 
 async def test_connection_closed_by_the_server_is_not_reused(engine: Engine) -> None:

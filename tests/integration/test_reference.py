@@ -165,9 +165,10 @@ def test_moving_reference_is_saved_and_loaded(
     algorithm = ALGORITHM.model_copy(
         update={
             "reference": ReferenceConfig(ema=0.75),
-            "kl": KlConfig(target=0.01, coefficient=0.3),
+            "kl": KlConfig(coefficient=0.3),
+            "adaptations": ("invrl.contrib.adaptive_kl:AdaptiveKL",),
         }
-    )
+    ).with_plugin_table("AdaptiveKL", {"target": 0.01})
     layout = LAYOUTS.get(name, ParallelLayout())
     trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
     weights = [trainer.weights()]

@@ -39,7 +39,7 @@ def test_interpolated_policy_approaches_the_current_policy_with_age(
     inputs = LossInputs(
         current_N=current_N,
         entropy_N=None,
-        rows=row,
+        samples=row,
         denominators=tokens_alone(1.0),
         old_N=None,
         rollout_N=torch.tensor([-3.0]),

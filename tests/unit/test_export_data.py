@@ -16,7 +16,7 @@ from recorded_run import RecordedRun, database_rows, record_run
 from running_gateway import Running, running
 from tool_replies import CALC, PARSERS, SHELL, say
 
-from invrl.buffer.samples.training_samples import rows_of as training_rows
+from invrl.buffer.samples.training_samples import rollout_samples as training_rows
 from invrl.cli import main as cli
 from invrl.datasets.config import Kind
 from invrl.datasets.rows import load_rows

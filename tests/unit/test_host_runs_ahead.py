@@ -13,7 +13,7 @@ import torch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
-from invrl.algorithms.objectives.example import example_inputs, with_row_numbers
+from invrl.algorithms.objectives.example import example_inputs, with_sample_numbers
 from invrl.algorithms.objectives.objectives import check_outputs, load_objective
 from invrl.algorithms.policy_loss.value_loss import value_loss
 from invrl.contrib.lambda_grpo import LengthWeight
@@ -41,7 +41,7 @@ def without_numbers(value: Any) -> Any:
 
 
 def inputs_without_numbers() -> LossInputs:
-    inputs = with_row_numbers(example_inputs(), LengthWeight())
+    inputs = with_sample_numbers(example_inputs(), LengthWeight())
     rows = inputs.samples
     members = {
         field.name: without_numbers(getattr(inputs, field.name))

@@ -13,7 +13,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.objectives.example import (
     example_inputs,
     example_inputs_of,
-    with_row_numbers,
+    with_sample_numbers,
 )
 from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.algorithms.policy_loss.axis_plugins import load_sample_weight
@@ -333,7 +333,7 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     inputs = example_inputs_of(objective_needs(algorithm))
     sample_weight = load_sample_weight(algorithm)
     if sample_weight is not None:
-        inputs = with_row_numbers(inputs, sample_weight)
+        inputs = with_sample_numbers(inputs, sample_weight)
     policy_loss(inputs, algorithm).loss.backward()
     assert inputs.current_N.grad is not None
     assert torch.isfinite(inputs.current_N.grad).all()
