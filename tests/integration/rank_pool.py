@@ -613,7 +613,9 @@ class RankProcess:
     def token_values(self, shard: Shard) -> list[NDArray[np.float32]]:
         step = self._rank._step
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        [values] = step.critic.values([step.passes.pack(step.masks.sequences(samples))])
+        [values] = step.critic.values(
+            [step.logprob_passes.pack(step.masks.sequences(samples))]
+        )
         return values
 
     def export(self, path: str) -> FileEntries:

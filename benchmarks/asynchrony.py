@@ -1,0 +1,98 @@
+"""Speed and selection of asynchronous training, on a clock that jumps: the real loop,
+dispatcher and buffer, an engine that only takes time and a trainer that only sleeps.
+
+    python -m benchmarks.asynchrony [--num-steps 100] [--out FILE]
+
+The score is the tokens per second that were asked for and trained, over the most that
+an engine and a trainer side by side can do: tokens of a batch over the longer of the
+packed generation (all slots in use) and the training step. It is 0 if the mean length
+of what was trained differs from that of what was asked for by more than 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from virtual_run import MEAN_LENGTH, Workload, virtual_run
+
+from invrl.buffer.config import Admission, WhenStale
+
+_LENGTH_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    max_staleness: int
+    when_stale: WhenStale
+    admission: Admission
+
+
+MODES = (
+    Mode(max_staleness=0, when_stale="train", admission="groups"),
+    Mode(max_staleness=1, when_stale="train", admission="groups"),
+    Mode(max_staleness=4, when_stale="train", admission="groups"),
+    Mode(max_staleness=4, when_stale="train", admission="ready"),
+    Mode(max_staleness=4, when_stale="wait", admission="groups"),
+    Mode(max_staleness=4, when_stale="drop", admission="groups"),
+)
+
+
+def measure(workload: Workload, mode: Mode, num_steps: int) -> dict[str, float]:
+    result = virtual_run(
+        workload,
+        num_steps=num_steps,
+        max_staleness=mode.max_staleness,
+        when_stale=mode.when_stale,
+        admission=mode.admission,
+    )
+    longer_s = max(workload.packed_s, workload.training_s)
+    bound = workload.rollouts * MEAN_LENGTH / longer_s
+    speed = result.trained_tokens / result.seconds / bound
+    is_biased = abs(result.length_ratio - 1) > _LENGTH_TOLERANCE
+    return {
+        "score": 0.0 if is_biased else speed,
+        "speed": speed,
+        "length_ratio": result.length_ratio,
+        "age_mean": float(np.mean(result.ages)),
+        "age_p99": float(np.percentile(result.ages, 99)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-steps", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="the results as JSON")
+    given = parser.parse_args(arguments)
+    rows: list[dict[str, object]] = []
+    for sigma, slots_per_rollout, training_share in itertools.product(
+        (0.5, 1.0), (0.5, 1.0, 2.0), (0.5, 1.0, 2.0)
+    ):
+        workload = Workload(
+            sigma=sigma,
+            slots_per_rollout=slots_per_rollout,
+            training_share=training_share,
+        )
+        for mode in MODES:
+            measured = measure(workload, mode, given.num_steps)
+            rows.append({**asdict(workload), **asdict(mode), **measured})
+            print(
+                f"sigma {sigma:g}, slots {slots_per_rollout:g}, training {training_share:g}; "
+                f"{mode.when_stale}, {mode.admission}, staleness {mode.max_staleness}: "
+                + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()),
+                flush=True,
+            )
+    if given.out is not None:
+        result = {"num_steps": given.num_steps, "rows": rows}
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
