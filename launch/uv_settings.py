@@ -30,7 +30,8 @@ def pip_settings() -> dict[str, str]:
     return settings
 
 
-def main() -> None:
+def uv_variables() -> dict[str, str]:
+    """The variables of uv that are not set already."""
     pip = pip_settings()
     # uv reads only indexes that it can list over HTTP.
     extra_indexes = [
@@ -45,9 +46,16 @@ def main() -> None:
     if extra_indexes:
         # As pip does: the best version that any of the indexes has.
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    for name, value in variables.items():
-        if value and name not in os.environ:
-            print(f"export {name}={shlex.quote(value)}")
+    return {
+        name: value
+        for name, value in variables.items()
+        if value and name not in os.environ
+    }
+
+
+def main() -> None:
+    for name, value in uv_variables().items():
+        print(f"export {name}={shlex.quote(value)}")
 
 
 if __name__ == "__main__":
