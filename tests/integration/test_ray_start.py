@@ -307,6 +307,6 @@ def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(
         "Ray (one of our own) did not start: The current node timed out during startup"
     )
     lines = process.stdout.splitlines()
-    assert lines[0] == f"warning: {told}; it is started again (start 2 of 2)"
+    assert lines[0] == f"warning: {told}; it is started again (start 2)"
     assert lines[1] == ("up: 1 node" if late == 1 else f"refused: {told}")
     assert lines[2] == f"raylets of the starts that failed: {late} alive: 0"

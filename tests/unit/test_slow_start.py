@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,3 +123,36 @@ def test_a_ray_of_several_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="this Ray has 2 nodes") as refusal:
         ray_session.refuse_several_nodes("10.0.0.1:6379", [living, dead, living])
     assert refusal.value.field == "RAY_ADDRESS"
+
+
+class FailingStarts:
+    """`ray.init` fails so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+        self.times = times
+        self.num_starts = 0
+        monkeypatch.setattr(ray_session, "_init_ray", self.start)
+        monkeypatch.setattr(ray_session, "_shut_ray_down", lambda **_: None)
+
+    def start(self, **_: object) -> None:
+        self.num_starts += 1
+        if self.num_starts <= self.times:
+            raise ServerError("Ray did not start") from RuntimeError("no agent")
+
+
+@pytest.mark.parametrize(("load", "num_starts"), [(0.5, 2), (19.0, 6)])
+def test_failed_start_is_repeated_as_long_as_the_machine_is_overloaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    load: float,
+    num_starts: int,
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    starts = FailingStarts(monkeypatch, times=5)
+    outcome = contextlib.nullcontext() if load > 10 else pytest.raises(ServerError)
+    with outcome, ray_session._local_ray(tmp_path, max_attempts=2):
+        pass
+    assert starts.num_starts == num_starts
+    assert capsys.readouterr().out.count("it is started again") == num_starts - 1

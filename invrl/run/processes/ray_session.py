@@ -6,6 +6,7 @@ ends with the cause.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -43,7 +44,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
     """Start a local Ray behind a token (`host/ray/ray_setup.py`), or connect to the Ray at
     `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program left
     in a file is ignored. A local Ray that does not come up is started again, up to
-    `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray
+    `run.ray_start_attempts` times in all, or for ten minutes while the machine is
+    overloaded. Raises ServerError, and ConfigError for a Ray
     of several nodes; no process of Ray is left then.
 
     The command line's SIGTERM handler stays in place. Ray's C++ code replaces it, and
@@ -109,8 +111,10 @@ def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> No
 @contextmanager
 def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
     """Start a local Ray in its own temporary folder. A failed start is repeated in
-    another folder."""
-    for attempt in range(1, max_attempts + 1):
+    another folder, on an overloaded machine more than `max_attempts` times: the raylet
+    ends itself if its agent, which imports for seconds, is not there after 15 s."""
+    give_up_at = time.monotonic() + _RAYLET_DEADLINE_S
+    for attempt in itertools.count(1):
         with ExitStack() as stack:
             folder = stack.enter_context(ray_folder(logs))
             try:
@@ -118,13 +122,14 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
                     _init_ray(address="local", _temp_dir=folder)
             except ServerError as error:
                 _kill_descendants_naming(folder)
-                if attempt == max_attempts or isinstance(
-                    error.__cause__, _NOT_WORTH_A_RETRY
+                is_busy = overload() and time.monotonic() < give_up_at
+                if isinstance(error.__cause__, _NOT_WORTH_A_RETRY) or (
+                    attempt >= max_attempts and not is_busy
                 ):
                     raise
                 logger.warning("%s", error, exc_info=True)
                 print(
-                    f"warning: {error}; it is started again (start {attempt + 1} of {max_attempts})",
+                    f"warning: {error}; it is started again (start {attempt + 1})",
                     flush=True,
                 )
                 continue
