@@ -420,7 +420,7 @@ class AlgorithmConfig(Section):
     )
     policy_loss: str = Field(
         "clip",
-        description="policy_loss: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
+        description="policy loss: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
         "'dppo_kl', 'vespo', 'policy_gradient' (no ratio); or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(

@@ -241,7 +241,7 @@ def test_batch_without_top_tokens_is_refused(pool: RankPool, model: Path) -> Non
     start = trainer.weights()
     with pytest.raises(
         TrainError,
-        match="no row of the batch has them: sample it with --rollout-top-logprobs",
+        match="no sample of the batch has them: sample it with --rollout-top-logprobs",
     ):
         trainer.train(random_batch(5))
     assert all(

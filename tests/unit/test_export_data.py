@@ -661,7 +661,7 @@ async def test_rollout_of_several_branches_is_not_used_in_pairs(
     assert row["chosen"][0]["content"] == "157."
     assert row["rejected"][0]["content"] == "158."
     assert (
-        "1  it has several branches, or replies that are not trained"
+        "1  it has several trajectories, or replies that are not trained"
         in capsys.readouterr().out
     )
 

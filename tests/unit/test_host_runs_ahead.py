@@ -47,7 +47,7 @@ def inputs_without_numbers() -> LossInputs:
         field.name: without_numbers(getattr(inputs, field.name))
         for field in fields(inputs)
     }
-    members["rows"] = replace(
+    members["samples"] = replace(
         rows,
         **{
             field.name: without_numbers(getattr(rows, field.name))

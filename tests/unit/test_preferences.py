@@ -396,14 +396,14 @@ def test_rows_that_are_not_pairs_are_refused(
 def test_rows_without_labels_are_refused(name: str) -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [DrawnRow("a", logprob_T, logprob_T, {"other": 1.0})]
-    with pytest.raises(TrainError, match="not every row has the number"):
+    with pytest.raises(TrainError, match="not every sample has the number"):
         ours(rows, AlgorithmConfig(objective=name), (0, 0))
 
 
 def test_kto_without_mismatched_rows_is_refused() -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [DrawnRow("a", logprob_T, logprob_T, {"desirable": 1.0})]
-    with pytest.raises(TrainError, match="1 rows have a label, 0 are mismatched"):
+    with pytest.raises(TrainError, match="1 samples have a label, 0 are mismatched"):
         ours(rows, AlgorithmConfig(objective="kto"), (0, 0))
 
 
@@ -525,5 +525,5 @@ def test_mismatched_rows_are_cut_and_need_two_rows() -> None:
     assert first.tokens_T.tolist() == [1, 2, 5, 6]
     assert second.tokens_T.tolist() == [4, 3]
     one_trained_row = batch_of(sample([1, 2, 3], 2), sample([4, 5], 2))
-    with pytest.raises(TrainError, match="batch 3 has 1 rows to train"):
+    with pytest.raises(TrainError, match="batch 3 has 1 samples to train"):
         with_mismatched_samples(one_trained_row, max_tokens=0)

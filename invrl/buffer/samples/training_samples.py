@@ -110,9 +110,7 @@ def build_batch(
         )
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float64]] = []
-    oldest = WeightVersion(0)
-    if masks_stale:
-        oldest = WeightVersion(max(0, taken.version - max_staleness))
+    oldest = WeightVersion(taken.version - max_staleness) if masks_stale else None
     tokens_by_age: Counter[int] = Counter()
     num_masked_tokens = num_masked_samples = 0
     for group in groups:
@@ -215,7 +213,7 @@ def rollout_samples(rollout: Rollout) -> list[TrainSample]:
     trained."""
     return [
         trajectory_sample.sample
-        for trajectory_sample in _trajectory_samples(rollout, (), WeightVersion(0))
+        for trajectory_sample in _trajectory_samples(rollout, (), None)
     ]
 
 
@@ -238,7 +236,7 @@ class _TrajectorySample:
 
 
 def _trajectory_samples(
-    rollout: Rollout, extra_columns: Sequence[ExtraColumn], oldest: WeightVersion
+    rollout: Rollout, extra_columns: Sequence[ExtraColumn], oldest: WeightVersion | None
 ) -> list[_TrajectorySample]:
     """Return the samples of a rollout. A trajectory becomes no sample if another
     trajectory continues it, or if all its turns are trained in earlier samples. Tokens
@@ -263,7 +261,7 @@ def _trajectory_samples(
         versions_T = np.concatenate(
             [turn.versions_T for turn in trajectory.sample_turns if turn.id in new_ids]
         )
-        num_masked = int((versions_T < oldest).sum())
+        num_masked = 0 if oldest is None else int((versions_T < oldest).sum())
         sample = _training_sample(rollout, trajectory, new_ids, extra_columns, oldest)
         if num_masked or sample.loss_mask_T.any():
             trajectory_sample = _TrajectorySample(
@@ -304,7 +302,7 @@ def _training_sample(
     trajectory: _TrainedTrajectory,
     trained_ids: set[str],
     extra_columns: Sequence[ExtraColumn],
-    oldest: WeightVersion,
+    oldest: WeightVersion | None,
 ) -> TrainSample:
     """Build the sample of a trajectory. The sampled tokens of the turns in
     `trained_ids` are trained, from the version `oldest` on; all other tokens are
@@ -334,7 +332,9 @@ def _training_sample(
         logprobs.append(turn.logprobs_T)
         versions.append(np.full(num_context, -1, np.int32))
         versions.append(turn.versions_T)
-    mask_T = np.concatenate(masks) & (np.concatenate(versions) >= oldest)
+    mask_T = np.concatenate(masks)
+    if oldest is not None:
+        mask_T &= np.concatenate(versions) >= oldest
     mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
     logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
     versions_T = np.where(mask_T, np.concatenate(versions), -1)

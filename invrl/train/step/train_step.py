@@ -69,7 +69,7 @@ from invrl.types.batches import TrainBatch
 from invrl.types.metrics import Max, Mean, Metric, Sum, merge, timed
 
 _WITHOUT_CANDIDATES = (
-    "the objective reads the likeliest tokens in the place of each trained one, and no sequence of the batch has "
+    "the objective reads the likeliest tokens in the place of each trained one, and no sample of the batch has "
     "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
 )
 
@@ -374,7 +374,7 @@ class TrainStep:
                 numbers,
                 algorithm=self.algorithm,
             )
-            self.progress.begin("held-out sequences")
+            self.progress.begin("held-out samples")
             measured += self._loss_pass(records_logprobs=False).metrics(work)
         self.progress.end()
         return merge(measured)
