@@ -9,6 +9,7 @@ python tests/suite.py --workers N  with so many workers
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -195,8 +196,15 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
 
 def put_in_queue(parts: Sequence[Part], queue: Path) -> None:
     queue.mkdir()
+    files = itertools.chain.from_iterable(parts)
+    _list_of_files(queue).write_text("\n".join(files), encoding="utf-8")
     for number, part in enumerate(parts):
         (queue / f"{number:04}").write_text("\n".join(part), encoding="utf-8")
+
+
+def _list_of_files(queue: Path) -> Path:
+    """Return the file that lists what all parts have."""
+    return queue.with_suffix(".files")
 
 
 def take_from_queue(queue: Path) -> Iterator[Part]:
@@ -345,13 +353,29 @@ def pytest_collection() -> bool:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool:
+    """A file is imported when its part is taken. The folders with their fixtures are
+    collected once: pytest gives the fixtures of a conftest to them alone."""
+    queue = Path(os.environ[_QUEUE_VARIABLE])
+    files = _list_of_files(queue).read_text(encoding="utf-8").splitlines()
+    modules = session.perform_collect(files, genitems=False)
+    module_of = {module.path: module for module in modules}
     num_collected = 0
-    for part in take_from_queue(Path(os.environ[_QUEUE_VARIABLE])):
+    for part in take_from_queue(queue):
         sys.dont_write_bytecode = False
-        num_collected += len(session.perform_collect(part))
+        gc.disable()
+        items: list[pytest.Item] = []
+        for file in part:
+            items.extend(session.genitems(module_of[TESTS.parent / file]))
+        session.items = items
+        session.config.hook.pytest_collection_modifyitems(
+            session=session, config=session.config, items=items
+        )
+        gc.freeze()  # what was imported: to look through it took a second each time
+        gc.enable()
         # Modules that tests write are theirs: nothing is kept beside them.
         sys.dont_write_bytecode = True
-        for item, following in itertools.zip_longest(session.items, session.items[1:]):
+        num_collected += len(items)
+        for item, following in itertools.zip_longest(items, items[1:]):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         for file in part:
             _say(f"did {file}")

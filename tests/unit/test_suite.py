@@ -110,6 +110,24 @@ def test_worker_runs_the_parts_and_names_failures(tmp_path: Path) -> None:
     assert sorted(states) == ["failed", "failed", "passed"]
 
 
+def test_each_part_finds_the_fixtures_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n@pytest.fixture\ndef one(): return 1\n", encoding="utf-8"
+    )
+    parts: list[tuple[str, ...]] = []
+    for name in ("first", "second"):
+        file = tmp_path / f"test_{name}.py"
+        file.write_text(f"def test_{name}(one): assert one == 1\n", encoding="utf-8")
+        parts.append((str(file),))
+    put_in_queue(parts, tmp_path / "queue")
+    worker = Worker(
+        tmp_path / "queue", with_slow=True, folder=tmp_path, name="worker-0"
+    )
+    assert worker.process.wait(timeout=300) == 0
+    worker.look()
+    assert worker.num_done == 2
+
+
 def test_worker_whose_tests_are_all_slow_succeeds(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text(
         "import pytest\n@pytest.mark.slow\ndef test_slow(): assert False\n",
