@@ -50,8 +50,13 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", project)
     for name in ("install.sh", "run_contained.py", "uv_settings.py"):
         shutil.copy(ROOT / "launch" / name, project / "launch")
-    (project / "invrl" / "host").mkdir(parents=True)
-    for name in ("__init__.py", "host/__init__.py", "host/processes/descendants.py"):
+    (project / "invrl" / "host" / "processes").mkdir(parents=True)
+    for name in (
+        "__init__.py",
+        "host/__init__.py",
+        "host/processes/__init__.py",
+        "host/processes/descendants.py",
+    ):
         shutil.copy(ROOT / "invrl" / name, project / "invrl" / name)
     shutil.copytree(ROOT / "invrl" / "requirements", project / "invrl" / "requirements")
     fake = project / "bin" / "python3.11"

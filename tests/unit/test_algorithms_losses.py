@@ -528,5 +528,7 @@ def test_preset_only_sets_fields(name: str) -> None:
         if isinstance(value, dict):
             given = {k: None if part is False else part for k, part in value.items()}
             assert {key: dumped[field][key] for key in value} == given
+        elif isinstance(dumped[field], tuple):
+            assert dumped[field] == tuple(value.split(","))
         else:
             assert dumped[field] == (None if value is False else value)

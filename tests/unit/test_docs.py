@@ -11,12 +11,13 @@ import logging
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,8 +283,10 @@ def test_dialect_example_of_the_docs_reads_requests_and_writes_replies() -> None
     assert json.loads(dialect.stream(request, []).tail([])) == {"done": True}
 
 
-def test_loss_examples_of_the_docs_compute_a_loss() -> None:
-    snippet, of_group = [
+def test_loss_examples_of_the_docs_compute_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snippet, of_group, with_settings = [
         snippet
         for snippet in of_language("python")
         if snippet.page == "docs/extend/loss.md"
@@ -331,6 +334,17 @@ def test_loss_examples_of_the_docs_compute_a_loss() -> None:
         1.0,
     ]
     assert above_score(np.array([3.0, 2.0]), eps=1e-4).tolist() == [0.5, -0.5]
+    my_soft_loss = ModuleType("my_soft_loss")
+    monkeypatch.setitem(sys.modules, "my_soft_loss", my_soft_loss)
+    exec(compile(with_settings.text, with_settings.place, "exec"), vars(my_soft_loss))
+    soft_loss = vars(my_soft_loss)["SoftLoss"](width=0.5)
+    token_losses = soft_loss(
+        SimpleNamespace(
+            ratio_N=torch.tensor([1.0, 1.0, 9.0]), advantages_N=advantages_N
+        )
+    )
+    assert torch.equal(token_losses.losses_N, -advantages_N)
+    assert token_losses.means["far"].tolist() == [False, False, True]
 
 
 def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:

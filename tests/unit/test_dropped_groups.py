@@ -49,7 +49,7 @@ def make_buffer(
     entries: list[LedgerEntry], *, attempts: int = 1, batch: int = 2
 ) -> GroupBuffer:
     return GroupBuffer(
-        BufferConfig(max_staleness=0),
+        BufferConfig(max_staleness=0, when_stale="drop"),
         RolloutConfig(
             rollout_batch_size=batch,
             n_samples_per_prompt=3,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import ks_2samp
+from scipy.stats import ks_2samp, kstwobign
 from small_buffer import summary
 
 from invrl.buffer.selection import Selection, same_distribution
@@ -92,9 +92,10 @@ def test_cancelled_rollouts_have_a_length_and_no_reward() -> None:
     st.lists(st.integers(0, 20).map(float), min_size=1, max_size=60),
     st.lists(st.integers(0, 30).map(float), min_size=1, max_size=60),
 )
-def test_probability_is_that_of_scipy(first: list[float], second: list[float]) -> None:
-    """scipy's asymptotic test has a continuity correction for small samples; the
-    statistic is the same, and the probabilities are close for large ones."""
-    first, second = first * 20, second * 20
-    expected = ks_2samp(first, second, method="asymp").pvalue
-    assert same_distribution(first, second) == pytest.approx(expected, abs=0.02)
+def test_probability_is_that_of_scipys_statistic_and_limit_distribution(
+    first: list[float], second: list[float]
+) -> None:
+    statistic = ks_2samp(first, second).statistic
+    size = len(first) * len(second) / (len(first) + len(second))
+    expected = kstwobign.sf(np.sqrt(size) * statistic)
+    assert same_distribution(first, second) == pytest.approx(expected, rel=1e-9)

@@ -213,7 +213,7 @@ async def test_hung_teacher_ends_at_the_deadline(server: TeacherServer) -> None:
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ([[None, 1, None]], "scored 0 tokens of a row, not 1"),
+        ([[None, 1, None]], "scored 0 tokens of a sample, not 1"),
         ([[None, 1, None], [-1.0, 3, None]], "its vocabulary is another one"),
         ([[None, 1, None], [None, 2, None]], "scored token 2 with None"),
         (None, "scored no tokens"),

@@ -219,10 +219,11 @@ _OF_STEPS = (
     Family(
         name="invrl_token_age_beyond_ratio",
         help="Share of tokens older than --max-staleness",
+        unit="0 to 1",
         row_key="rollout/token_age_beyond_share",
     ),
     Family(
-        name="invrl_trained_length_ratio",
+        name="invrl_trained_length_over_asked",
         help="Mean length of trained rollouts over that of all that were asked for",
         row_key="buffer/trained_length_ratio",
     ),

@@ -40,7 +40,7 @@ OTHER_TRAINERS: dict[str, str] = {
         " samples_per_prompt rollouts_per_example num_generations_per_prompt"
     ),
     "num_mini_batches": (
-        "mini_batch_size ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs"
+        "mini_batch_size ppo_mini_batch_size num_iterations ppo_epochs"
         " updates_per_batch num_steps_per_rollout"
     ),
     "max_tokens_per_micro_batch": (
