@@ -176,7 +176,7 @@ def test_labelled_reply_is_read_with_its_label() -> None:
         (
             "conversations",
             {"messages": [USER, FOUR], "tools": [{"type": "web"}]},
-            "is not a function",
+            "this one has the type 'web'",
         ),
         (
             "conversations",
