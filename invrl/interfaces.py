@@ -85,8 +85,8 @@ class Endpoint(Protocol):
 class RolloutResult:
     """What a rollout function may return instead of a bare float.
 
-    Numbers are of columns that `--session.extra-columns` declares. A turn is named by the `id`
-    of its answer, of any client.
+    Numbers are of columns that `--session.extra-columns` declares. A turn is named by
+    the `id` of its answer, of any client.
 
     Raises ValueError for components that the gateway would refuse: too many, or with
     names that are too long.
@@ -342,8 +342,8 @@ class ChecksSettings(Protocol):
 
 
 class Buffer(Protocol):
-    """The buffer as other processes hold it (`buffer/process/buffer_handle.py`). Its state
-    machine is `buffer/groups/group_buffer.py`."""
+    """The buffer as other processes hold it (`buffer/process/buffer_handle.py`). Its
+    state machine is `buffer/groups/group_buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
         """Return work to run now; None while the staleness bound or the task source
@@ -451,8 +451,8 @@ class StagedWeights:
     `checksums_add_up`."""
     num_bytes: int
     checksums_add_up: bool = False
-    """The checksums are those of `weights/checksums/multilinear_checksum.py`: for engines of several
-    ranks, and on a GPU."""
+    """The checksums are those of `weights/checksums/multilinear_checksum.py`: for
+    engines of several ranks, and on a GPU."""
 
 
 class WeightSender(Protocol):

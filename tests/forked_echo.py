@@ -1,6 +1,6 @@
-"""A server for tests of `invrl.host.processes.fork_parent`: it says what it was started with,
-then does what it is told by its first argument, and waits for the end of its standard
-output's file."""
+"""A server for tests of `invrl.host.processes.fork_parent`: it says what it was started
+with, then does what it is told by its first argument, and waits for the end of its
+standard output's file."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ small model cannot say.
 The script is a function from the prompt's text to the reply's. Its reply is spelt in
 ids as no tokenizer would: cut at random places, each piece encoded by itself, special
 tokens whole. So whoever makes ids again from text, instead of keeping those that were
-sampled, gets others. Ends with the end-of-turn token. LogprobPasses the engine's contract
-tests; the real router takes it for an engine.
-"""
+sampled, gets others. Ends with the end-of-turn token. LogprobPasses the engine's
+contract tests; the real router takes it for an engine."""
 
 from __future__ import annotations
 

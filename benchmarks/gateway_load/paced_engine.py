@@ -1,13 +1,12 @@
 """A stand-in engine that costs next to no CPU: SGLang's `/generate`, a token every so
 many seconds.
 
-`python -m benchmarks.gateway_load.paced_engine --port P --reply FILE` answers every prompt with the same
-ids (a JSON list), repeated to `max_new_tokens`. Token n of an answer is due n paces
-after its request came, whatever else goes on, with its log-prob and version span,
-streamed as our engines do (`--incremental-streaming-output`) or whole. `POST /pace
-{"seconds": S}` sets the pace; 0 answers at once. No stop, no cache, no batch. Started
-by `rig.py`.
-"""
+`python -m benchmarks.gateway_load.paced_engine --port P --reply FILE` answers every
+prompt with the same ids (a JSON list), repeated to `max_new_tokens`. Token n of an
+answer is due n paces after its request came, whatever else goes on, with its log-prob
+and version span, streamed as our engines do (`--incremental-streaming-output`) or
+whole. `POST /pace {"seconds": S}` sets the pace; 0 answers at once. No stop, no cache,
+no batch. Started by `rig.py`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """A training step with a plain Hugging Face model, as someone who knows it would write
 it.
 
-Samples are padded to the longest of their micro-batch, which has as many as fit into the
-tokens of ours, in the order of the batch or sorted by length; SDPA; logits only where a
-row has something to train; autocast over float32 weights where ours computes in
-bfloat16 over float32 master weights; fused AdamW. The loss is ours.
-"""
+Samples are padded to the longest of their micro-batch, which has as many as fit into
+the tokens of ours, in the order of the batch or sorted by length; SDPA; logits only
+where a row has something to train; autocast over float32 weights where ours computes in
+bfloat16 over float32 master weights; fused AdamW. The loss is ours."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,11 +1,10 @@
 """`python -m benchmarks.weight_updates.loader_program PORT LAYOUT_FILE DEVICE`: an
 engine's weight loader without SGLang.
 
-An HTTP server that answers the control requests of `engines/client/sglang_client.py`. It runs
-the weight loader (`weights/loader/weight_loader.py`) on a torch module that has an engine's fused
-parameters, and computes nothing else. Requests need the key in `KEY_VARIABLE`, because
-a request for an update is unpickled, as SGLang does it.
-"""
+An HTTP server that answers the control requests of `engines/client/sglang_client.py`.
+It runs the weight loader (`weights/loader/weight_loader.py`) on a torch module that has
+an engine's fused parameters, and computes nothing else. Requests need the key in
+`KEY_VARIABLE`, because a request for an update is unpickled, as SGLang does it."""
 
 import base64
 import os

@@ -2,11 +2,10 @@
 denominators of the whole mini-batch.
 
 Axes: N tokens, R samples. A sample is a training sample: one trajectory of a rollout.
-Invariant: all trained tokens of a sample are in one micro-batch, on every context-parallel
-rank, so a sum over a sample is complete wherever it is computed. A rollout may have
-several samples, in several micro-batches and on several ranks; numbers of the whole
-rollout come with each of its samples.
-"""
+Invariant: all trained tokens of a sample are in one micro-batch, on every
+context-parallel rank, so a sum over a sample is complete wherever it is computed. A
+rollout may have several samples, in several micro-batches and on several ranks; numbers
+of the whole rollout come with each of its samples."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -58,8 +57,8 @@ class Samples:
 
     @staticmethod
     def each_a_rollout(sample_N: Tensor) -> "Samples":
-        """Return samples that are one rollout and one group each. Every sample in `sample_N` has
-        a token."""
+        """Return samples that are one rollout and one group each. Every sample in
+        `sample_N` has a token."""
         num_samples = int(sample_N[-1]) + 1 if len(sample_N) else 0
         tokens_R = torch.bincount(sample_N, minlength=num_samples).float()
         return Samples(
@@ -106,8 +105,8 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """The trained tokens of one micro-batch, flat, sample by sample: float32 [N] each, N >=
-    0. Log-probs are in nats at the sampling temperature."""
+    """The trained tokens of one micro-batch, flat, sample by sample: float32 [N] each,
+    N >= 0. Log-probs are in nats at the sampling temperature."""
 
     current_N: Tensor
     """Log-probs under the current policy, with gradient."""

@@ -20,7 +20,7 @@ _WINDOW = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _LedgerState:
+class _EndedRollout:
     length: float
     """Sampled tokens. Of a rollout that was cancelled, those until then."""
     reward: float | None
@@ -32,44 +32,36 @@ class Selection:
     """Lengths and rewards of the last rollouts that were trained or lost."""
 
     def __init__(self) -> None:
-        self._ledger_states: deque[_LedgerState] = deque(maxlen=_WINDOW)
+        self._ended: deque[_EndedRollout] = deque(maxlen=_WINDOW)
 
     def note_trained(self, rollout: RolloutSummary) -> None:
-        self._ledger_states.append(
-            _LedgerState(rollout.sampled_tokens, rollout.reward, True)
-        )
+        self._ended.append(_EndedRollout(rollout.sampled_tokens, rollout.reward, True))
 
     def note_lost(self, rollout: RolloutSummary) -> None:
-        self._ledger_states.append(
-            _LedgerState(rollout.sampled_tokens, rollout.reward, False)
-        )
+        self._ended.append(_EndedRollout(rollout.sampled_tokens, rollout.reward, False))
 
     def note_cancelled(self, partial: RolloutSummary) -> None:
         """Note a rollout that ran when its group was dropped."""
-        self._ledger_states.append(_LedgerState(partial.sampled_tokens, None, False))
+        self._ended.append(_EndedRollout(partial.sampled_tokens, None, False))
 
     def metrics(self) -> dict[str, Metric]:
-        """Return, over the last rollouts: `lost_share`; `trained_length_ratio`, the mean
-        length of trained rollouts over that of all; `trained_reward_difference`, the
-        mean reward of trained rollouts less that of all; and `trained_length_p` and
+        """Return, over the last rollouts: `lost_share`; `trained_length_ratio`, the
+        mean length of trained rollouts over that of all; `trained_reward_difference`,
+        the mean reward of trained rollouts less that of all; and `trained_length_p` and
         `trained_reward_p`, the probability of a difference between trained and lost
         ones as large as this if they came from one distribution. Empty while nothing
         was trained."""
-        lengths = [fate.length for fate in self._ledger_states]
-        trained_lengths = [
-            fate.length for fate in self._ledger_states if fate.is_trained
-        ]
+        lengths = [ended.length for ended in self._ended]
+        trained_lengths = [ended.length for ended in self._ended if ended.is_trained]
         if not trained_lengths:
             return {}
-        lost_lengths = [
-            fate.length for fate in self._ledger_states if not fate.is_trained
-        ]
+        lost_lengths = [ended.length for ended in self._ended if not ended.is_trained]
         trained_rewards: list[float] = []
         lost_rewards: list[float] = []
-        for fate in self._ledger_states:
-            if fate.reward is not None:
-                rewards = trained_rewards if fate.is_trained else lost_rewards
-                rewards.append(fate.reward)
+        for ended in self._ended:
+            if ended.reward is not None:
+                rewards = trained_rewards if ended.is_trained else lost_rewards
+                rewards.append(ended.reward)
         all_rewards = trained_rewards + lost_rewards
         reward_difference = float(np.mean(trained_rewards) - np.mean(all_rewards))
         mean_length = float(np.mean(lengths))
@@ -85,10 +77,10 @@ class Selection:
 def same_distribution(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the p-value of the two-sample Kolmogorov-Smirnov test, by the distribution
     of its statistic for large samples (Smirnov 1948); 1 if a sample is empty."""
-    from scipy.special import kolmogorov  # half a second that few runs need
-
     if not first or not second:
         return 1.0
+    from scipy.special import kolmogorov  # a second, only where rollouts were lost
+
     values = np.sort(np.concatenate([first, second]))
     shares_first = np.searchsorted(np.sort(first), values, side="right") / len(first)
     shares_second = np.searchsorted(np.sort(second), values, side="right") / len(second)

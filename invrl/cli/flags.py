@@ -2,9 +2,10 @@
 
 What most runs set needs no prefix: `lr` of [train] is `--lr`. Any other setting has the
 table's name before it: `--kl.coefficient`. It turns an optional table on; `--critic`
-does so with the defaults, and `--no-critic` turns it off. A boolean is `--x` or `--no-x`, and `--no-x` is the absence
-of any other optional setting. Options of other packages pass through as `--sglang-*`,
-`--router-*` and `--megatron-*`, settings of user code as `--plugin.NAME.SETTING`. `flag_help.py` prints them."""
+does so with the defaults, and `--no-critic` turns it off. A boolean is `--x` or
+`--no-x`, and `--no-x` is the absence of any other optional setting. Options of other
+packages pass through as `--sglang-*`, `--router-*` and `--megatron-*`, settings of user
+code as `--plugin.NAME.SETTING`. `flag_help.py` prints them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

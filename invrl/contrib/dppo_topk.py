@@ -2,11 +2,10 @@
 
 `--policy-loss invrl.contrib.dppo_topk:DPPOTotalVariation` (or `DPPODivergence`), with
 `--rollout-top-logprobs 20`. The mask is that of the built-in `dppo_tv`, for a distance
-of the current policy p from the sampling policy q over A'': the K likeliest tokens of q,
-the sampled token, and one outcome for all others together (section 4.4). The authors'
-code counts a sampled token outside of the K among the others; the paper does not, and
-neither do we. A token without known candidates has the binary divergence.
-"""
+of the current policy p from the sampling policy q over A'': the K likeliest tokens of
+q, the sampled token, and one outcome for all others together (section 4.4). The
+authors' code counts a sampled token outside of the K among the others; the paper does
+not, and neither do we. A token without known candidates has the binary divergence."""
 
 from __future__ import annotations
 

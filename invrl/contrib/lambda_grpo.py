@@ -1,11 +1,10 @@
 """lambda-GRPO: rollouts count by their length within their group (arXiv 2510.06870).
 
-`--sample-weight invrl.contrib.lambda_grpo:LengthWeight --plugin.LengthWeight.exponent 1`
-has a fixed exponent lambda; with `--adaptations invrl.contrib.lambda_grpo:LearnedExponent`
-it is learned, as in the preset `lambda_grpo`. The weights are a factor on top of the
-aggregation, with one exponent for the whole run. NumPy in float64, so every rank computes
-the same numbers.
-"""
+`--sample-weight invrl.contrib.lambda_grpo:LengthWeight --plugin.LengthWeight.exponent
+1` has a fixed exponent lambda; with `--adaptations
+invrl.contrib.lambda_grpo:LearnedExponent` it is learned, as in the preset
+`lambda_grpo`. The weights are a factor on top of the aggregation, with one exponent for
+the whole run. NumPy in float64, so every rank computes the same numbers."""
 
 from __future__ import annotations
 
@@ -174,8 +173,8 @@ class LengthWeight(Section):
 
 
 class LearnedExponent(Section):
-    """Learns lambda with the policy: plain gradient descent on the loss in each optimizer
-    step, lambda <- lambda - lr dL/dlambda.
+    """Learns lambda with the policy: plain gradient descent on the loss in each
+    optimizer step, lambda <- lambda - lr dL/dlambda.
 
     lambda-GRPO does not name the optimizer.
     """

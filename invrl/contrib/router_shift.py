@@ -28,10 +28,10 @@ class RouterShift(Section):
 
         weight = sg[ max(exp(-shift), floor) ]
 
-    The shift is that of `algorithms/policy_loss/router_shift.py`; sg stops the gradient: the routers
-    get none through it. The weight multiplies the ratio current/old of a token before
-    it is clipped or averaged over a row. It is 1 where old is the current policy.
-    """
+    The shift is that of `algorithms/policy_loss/router_shift.py`; sg stops the
+    gradient: the routers get none through it. The weight multiplies the ratio
+    current/old of a token before it is clipped or averaged over a row. It is 1 where
+    old is the current policy."""
 
     needs: ClassVar = Needs(old=True, router_shift=True)
     floor: float = Field(

@@ -33,11 +33,12 @@ class SimKO(Section):
         A < 0:  r- = lambda r if the sampled token is the likeliest, else r
 
     They act on the tokens whose entropy is above the quantile `entropy_quantile` of
-    their sample; sg stops the gradient. n are the K tokens that the policy which sampled
-    held likeliest, r_n is their own ratio, and lambda is `top1_weight`. The value of r+
-    is r, and its gradient is shared with the K tokens: sg[r / r_n] r_n has the gradient
-    r grad log p_n, in which the old log-prob of n cancels, so it is not computed. The
-    entropy is that of the current policy. A token without candidates keeps r.
+    their sample; sg stops the gradient. n are the K tokens that the policy which
+    sampled held likeliest, r_n is their own ratio, and lambda is `top1_weight`. The
+    value of r+ is r, and its gradient is shared with the K tokens: sg[r / r_n] r_n has
+    the gradient r grad log p_n, in which the old log-prob of n cancels, so it is not
+    computed. The entropy is that of the current policy. A token without candidates
+    keeps r.
 
     The authors' code takes the K likeliest of the current policy, calls a rollout with
     reward 1 positive instead of one with A > 0, and multiplies A by lambda instead of

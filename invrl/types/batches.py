@@ -1,4 +1,5 @@
-"""What a step trains: the groups taken from the buffer, and the samples made of them."""
+"""What a step trains: the groups taken from the buffer, and the samples made of
+them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -4,9 +4,8 @@ them once, by name and level.
 
 Invariant: a declared name can be a column of a training sample next to those that invrl
 computes itself. The gateway checks numbers against the declaration where they arrive
-(`gateway/sessions/number_checks.py`), and `buffer/samples/training_samples.py` makes them
-columns and numbers of samples.
-"""
+(`gateway/sessions/number_checks.py`), and `buffer/samples/training_samples.py` makes
+them columns and numbers of samples."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -56,8 +56,8 @@ class Turn:
     """Prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
     """Reason that this turn departs from the recording: it is a further root, or it
-    trajectories off before a reply that the client replaced. "" for a first turn and for a
-    turn that continues its parent."""
+    trajectories off before a reply that the client replaced. "" for a first turn and
+    for a turn that continues its parent."""
     started_at: float
     finished_at: float
     constrained: bool = False

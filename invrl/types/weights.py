@@ -28,9 +28,10 @@ class WeightUpdate:
     num_bytes: int
     seconds: Mapping[str, float]
     """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed
-    over the engines in a rolling update. `joining_engines` is the wait for engines that come
-    back, `trainer_canary` the trainer's part of the canary, which it computes beside the
-    engines' part, `paused` the longest time during which an engine did not generate."""
+    over the engines in a rolling update. `joining_engines` is the wait for engines that
+    come back, `trainer_canary` the trainer's part of the canary, which it computes
+    beside the engines' part, `paused` the longest time during which an engine did not
+    generate."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)

@@ -68,9 +68,9 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of the folder, which may have no weights: rendering needs
-    none. Truncation, padding and dropout, which may be saved with it, are turned off: it
-    encodes whole texts, and equal texts alike. Raises ConfigError if tokenizer.json is missing or broken, or if
-    tokenizer_config.json contradicts it."""
+    none. Truncation, padding and dropout, which may be saved with it, are turned off:
+    it encodes whole texts, and equal texts alike. Raises ConfigError if tokenizer.json
+    is missing or broken, or if tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise _refuse(path, "it has no tokenizer.json", _SAVE_TOKENIZER)

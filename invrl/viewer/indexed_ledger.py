@@ -59,8 +59,8 @@ class IndexedLedger:
     def _follow(
         self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]
     ) -> None:
-        """The fates of the rollouts that these entries name, as `observe/samples/samples.py`
-        reads them."""
+        """The fates of the rollouts that these entries name, as
+        `observe/samples/samples.py` reads them."""
         places: dict[tuple[str, int, int], str] = {}
         fates: dict[str, tuple[str, str | None, int | None]] = {}
         for (

@@ -1,11 +1,10 @@
 """An environment that invrl does not start: a program of its own, plain HTTP, no import
 of invrl.
 
-`python external_environment.py URL KEY LOG` waits for the gateway, leases tasks until the run has
-ended, and writes one JSON line per session. The first lease is let run out. Each
-rollout has a child session, and its second turn a reward of its own. Its calls are
-spans of traces of its own.
-"""
+`python external_environment.py URL KEY LOG` waits for the gateway, leases tasks until
+the run has ended, and writes one JSON line per session. The first lease is let run out.
+Each rollout has a child session, and its second turn a reward of its own. Its calls are
+spans of traces of its own."""
 
 from __future__ import annotations
 

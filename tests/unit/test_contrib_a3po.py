@@ -1,5 +1,5 @@
-"""A-3PO's interpolated old policy. `test_algorithms_loss_axes.py` compares its losses with
-float64."""
+"""A-3PO's interpolated old policy. `test_algorithms_loss_axes.py` compares its losses
+with float64."""
 
 from __future__ import annotations
 

@@ -138,9 +138,9 @@ REFUSED = {
 def test_each_reply_follows_the_prompt_that_the_gateway_would_send(
     model: str, keep_thinking: bool
 ) -> None:
-    """The whole corpus: a trajectory begins with the ids of a first request, its last reply
-    is what the template writes, and a trajectory that goes on says what the template says,
-    thinking aside."""
+    """The whole corpus: a trajectory begins with the ids of a first request, its last
+    reply is what the template writes, and a trajectory that goes on says what the
+    template says, thinking aside."""
     renderer = renderer_of(model, keep_thinking=keep_thinking)
     refused: set[tuple[str, str]] = set()
     for name, prompt in CORPUS.items():

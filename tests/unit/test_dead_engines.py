@@ -130,8 +130,8 @@ async def newcomer_that_loads(
 async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weights(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
-    """Version 2 goes to the other slot. Version 3 would be written where the joining_engine
-    reads version 1."""
+    """Version 2 goes to the other slot. Version 3 would be written where the
+    joining_engine reads version 1."""
     await updater.update(WeightVersion(1))
     await fleet.admit()
     goes_on = asyncio.Event()

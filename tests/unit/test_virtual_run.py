@@ -1,5 +1,5 @@
-"""A whole asynchronous run on a clock that jumps: whether what is trained has the lengths
-of what was asked for, how old it becomes, and how busy the engine is."""
+"""A whole asynchronous run on a clock that jumps: whether what is trained has the
+lengths of what was asked for, how old it becomes, and how busy the engine is."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def try_policy_loss(config: AlgorithmConfig) -> None:
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Call a user's objective once, with three samples of random numbers, and compute its
-    gradient. An objective that compares samples is not called: its `couple` needs the
-    run's groups.
+    """Call a user's objective once, with three samples of random numbers, and compute
+    its gradient. An objective that compares samples is not called: its `couple` needs
+    the run's groups.
 
     Raises PluginError like `try_policy_loss`, and if it does not return a loss.
     """
@@ -214,8 +214,9 @@ def example_inputs_of(needs: Needs) -> LossInputs:
 def example_inputs(
     *, with_top: bool = False, with_router_shift: bool = False
 ) -> LossInputs:
-    """Make samples of `_TOKENS_OF_ROWS` tokens with all log-probs and positive, negative
-    and zero advantages. `with_top` adds the likeliest tokens at each position."""
+    """Make samples of `_TOKENS_OF_ROWS` tokens with all log-probs and positive,
+    negative and zero advantages. `with_top` adds the likeliest tokens at each
+    position."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
 

@@ -20,12 +20,11 @@ def with_mismatched_samples(batch: TrainBatch, *, max_tokens: int) -> TrainBatch
     next (the last one gets the first's).
 
     KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m),
-    over the whole batch; TRL pairs within the samples that one process tokenizes together.
-    A mismatched sample is in the group of its prompt, so that it comes into the same
-    mini-batch; replies are cut where a sample would exceed `max_tokens` (0: no limit).
-    A batch that trains nothing is returned unchanged. Raises TrainError for a single
-    sample, which has no other reply.
-    """
+    over the whole batch; TRL pairs within the samples that one process tokenizes
+    together. A mismatched sample is in the group of its prompt, so that it comes into
+    the same mini-batch; replies are cut where a sample would exceed `max_tokens` (0: no
+    limit). A batch that trains nothing is returned unchanged. Raises TrainError for a
+    single sample, which has no other reply."""
     trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
     if not trained:
         return batch

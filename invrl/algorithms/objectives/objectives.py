@@ -58,8 +58,8 @@ class Needs:
     """A critic's values of the tokens. The critic is then trained together with the
     policy."""
     sample_table: bool = False
-    """Sums of all samples of a mini-batch under the current policy (`sample_table.py`). The
-    objective then has a method `couple`."""
+    """Sums of all samples of a mini-batch under the current policy (`sample_table.py`).
+    The objective then has a method `couple`."""
     teacher: bool = False
     """Log-probs under the teacher, as the column `teacher`."""
     top_logprobs: bool = False

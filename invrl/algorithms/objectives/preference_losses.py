@@ -1,9 +1,9 @@
-"""Preference losses as functions of the log-prob sums of whole samples, and their slopes:
-derivatives with respect to a sample's sum of log-probs. Pure NumPy, float64.
+"""Preference losses as functions of the log-prob sums of whole samples, and their
+slopes: derivatives with respect to a sample's sum of log-probs. Pure NumPy, float64.
 
-Axes: P pairs, M samples. A pair is a chosen and a rejected sample. With s a sample's sum of
-log-probs under the current policy, f the same under the frozen reference, T its trained
-tokens, c the chosen and r the rejected sample, and sigma the logistic function:
+Axes: P pairs, M samples. A pair is a chosen and a rejected sample. With s a sample's
+sum of log-probs under the current policy, f the same under the frozen reference, T its
+trained tokens, c the chosen and r the rejected sample, and sigma the logistic function:
 
     dpo     -log sigma(beta ((s_c - f_c) - (s_r - f_r)))                    arXiv 2305.18290, eq. 7
     ipo     ((s_c - f_c) / T_c - (s_r - f_r) / T_r - 1 / (2 beta))^2        arXiv 2310.12036, eq. 17
@@ -55,8 +55,8 @@ class PairLosses:
     chosen_slope_P: Values
     rejected_slope_P: Values
     chosen_reward_P: Values
-    """Implicit reward of the chosen sample. Its difference to that of the rejected one is
-    the margin."""
+    """Implicit reward of the chosen sample. Its difference to that of the rejected one
+    is the margin."""
     rejected_reward_P: Values
 
 
@@ -93,10 +93,9 @@ def dpo(
 def ipo(chosen: SampleSums, rejected: SampleSums, *, beta: float) -> PairLosses:
     """IPO (arXiv 2310.12036, eq. 17; its tau is `beta`).
 
-    Log-ratios are means over a sample's tokens, as TRL has them after asking the authors;
-    the equation, and the code of DPO's authors, have sums, with which the target 1 / (2
-    beta) would depend on the length.
-    """
+    Log-ratios are means over a sample's tokens, as TRL has them after asking the
+    authors; the equation, and the code of DPO's authors, have sums, with which the
+    target 1 / (2 beta) would depend on the length."""
     gap_c = chosen.gap / chosen.tokens
     gap_r = rejected.gap / rejected.tokens
     error_P = gap_c - gap_r - 1 / (2 * beta)
@@ -137,8 +136,8 @@ def simpo(
 
 def orpo(chosen: SampleSums, rejected: SampleSums, *, weight: float) -> PairLosses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7): the chosen sample's NLL per token, and
-    `weight` (lambda) times the odds-ratio loss. No reference. With a = s / T, a sample's
-    log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
+    `weight` (lambda) times the odds-ratio loss. No reference. With a = s / T, a
+    sample's log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
 
     TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch;
     here it is the paper's mean over the reply, and a mean over pairs.
@@ -183,8 +182,8 @@ def kto_baseline(mismatched: SampleSums) -> float:
     reference), in nats per reply).
 
     The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is
-    over all samples of the mini-batch, on all ranks. Raises ValueError without a sample.
-    """
+    over all samples of the mini-batch, on all ranks. Raises ValueError without a
+    sample."""
     if not len(mismatched.current):
         raise ValueError("KTO's reference point needs a mismatched sample")
     return max(0.0, float(mismatched.gap.mean()))

@@ -1,9 +1,10 @@
-"""Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single samples.
+"""Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single
+samples.
 
-A pair is the two samples of one group: the number `chosen` is 1.0 in one of them and 0.0
-in the other. A sample of kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
-samples of the mini-batch, on all ranks, and gives each sample the slope of the mini-batch's
-loss with respect to its sum of log-probs. The loss of a sample is then
+A pair is the two samples of one group: the number `chosen` is 1.0 in one of them and
+0.0 in the other. A sample of kto has the number `desirable`, 1.0 or 0.0. `couple` sees
+all samples of the mini-batch, on all ranks, and gives each sample the slope of the
+mini-batch's loss with respect to its sum of log-probs. The loss of a sample is then
 
     L_sample + slope (s - s')        s' = s without its gradient
 
@@ -51,8 +52,8 @@ class PairObjective:
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
-        """Compute slopes and metrics of the pairs. Raises TrainError for samples that are
-        not pairs."""
+        """Compute slopes and metrics of the pairs. Raises TrainError for samples that
+        are not pairs."""
         pairs = find_pairs(table)
         losses = self._losses(
             _sums(table, pairs.chosen_P), _sums(table, pairs.rejected_P)
@@ -97,9 +98,9 @@ class PairObjective:
 class KtoObjective:
     """kto: the mean of its loss over the labelled samples of a mini-batch.
 
-    The reference point comes from further samples, each with the prompt of one sample and the
-    reply of the next (`mismatched_samples.py`). They have slope 0 and do not count.
-    """
+    The reference point comes from further samples, each with the prompt of one sample
+    and the reply of the next (`mismatched_samples.py`). They have slope 0 and do not
+    count."""
 
     config: AlgorithmConfig
 
@@ -120,8 +121,8 @@ class KtoObjective:
         return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: SampleTable) -> Mapping[str, NDArray[np.float64]]:
-        """Compute slopes and metrics of the samples. Raises TrainError for samples without a
-        label, or without mismatched samples."""
+        """Compute slopes and metrics of the samples. Raises TrainError for samples
+        without a label, or without mismatched samples."""
         settings = self.config.kto
         assert settings is not None
         desirable_M = _labels(table, DESIRABLE) > 0.5

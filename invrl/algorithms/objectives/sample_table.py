@@ -1,13 +1,12 @@
-"""A table of all samples of a mini-batch with one number each, for objectives that compare
-samples.
+"""A table of all samples of a mini-batch with one number each, for objectives that
+compare samples.
 
 A pair's loss depends on two samples, which may be in different micro-batches or on
 different ranks. So such an objective takes two passes: the step computes every sample's
 log-prob sum without a gradient; the objective's `couple` turns the table of all samples
-into numbers per sample (such as the slope of the loss with respect to that sample's sum); in
-the pass with a gradient each sample needs only its own numbers. At the current weights the
-gradient is the same. Pure NumPy.
-"""
+into numbers per sample (such as the slope of the loss with respect to that sample's
+sum); in the pass with a gradient each sample needs only its own numbers. At the current
+weights the gradient is the same. Pure NumPy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

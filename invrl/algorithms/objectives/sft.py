@@ -16,11 +16,10 @@ def sft_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         loss = -sum_t a_t w_t log pi(token_t)
 
     a_t is the setting `aggregation`, w_t the number `weight` of the token's sample.
-    Weights change a sample's loss and no denominator: samples of weight 0 still count as
-    samples. The aggregation `token_mean` is the cross-entropy over all trained tokens of
-    the mini-batch (TRL's SFTTrainer divides by the same number, `num_items_in_batch`);
-    `sequence_mean` gives every sample the same weight.
-    """
+    Weights change a sample's loss and no denominator: samples of weight 0 still count
+    as samples. The aggregation `token_mean` is the cross-entropy over all trained
+    tokens of the mini-batch (TRL's SFTTrainer divides by the same number,
+    `num_items_in_batch`); `sequence_mean` gives every sample the same weight."""
     losses_N = -inputs.current_N
     weight_R = inputs.numbers.get(ROW_WEIGHT)
     weighted_N = (

@@ -30,7 +30,8 @@ def token_mean(samples: Samples, denominators: Denominators, constant: float) ->
 def sequence_mean(
     samples: Samples, denominators: Denominators, constant: float
 ) -> Tensor:
-    """The mean over samples of each sample's mean: w = 1 / (samples x tokens of the sample).
+    """The mean over samples of each sample's mean: w = 1 / (samples x tokens of the
+    sample).
 
     GRPO's (arXiv 2402.03300, eq. 3), where a sample is a sequence.
     """

@@ -58,7 +58,8 @@ def token_level(log_ratio_N: Tensor, samples: Samples) -> Tensor:
 
 
 def sequence_level(log_ratio_N: Tensor, samples: Samples) -> Tensor:
-    """Sum over the token's sample, the logarithm of the product of ratios: [N] -> [N]."""
+    """Sum over the token's sample, the logarithm of the product of ratios: [N] ->
+    [N]."""
     return samples.spread(samples.sum(log_ratio_N))
 
 

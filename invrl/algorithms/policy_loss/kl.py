@@ -86,8 +86,8 @@ def estimate(name: str, policy_N: Tensor, other_N: Tensor, sampled_N: Tensor) ->
 
 
 def to_go(values_N: Tensor, samples: Samples) -> Tensor:
-    """Sum from each token to the end of its sample: [N] -> [N]. In float64, because sums
-    of whole samples are subtracted from each other."""
+    """Sum from each token to the end of its sample: [N] -> [N]. In float64, because
+    sums of whole samples are subtracted from each other."""
     running_N = values_N.double().cumsum(0)
     end_R = running_N[samples.tokens_R.long().cumsum(0) - 1]
     return (samples.spread(end_R) - running_N + values_N.double()).to(values_N.dtype)

@@ -65,9 +65,9 @@ def policy_loss(
     means become metrics.
 
     Raises ValueError for a KL without reference log-probs, an entropy bonus without
-    entropies, and a solved_nll_coef for samples without the number `solved`; PluginError
-    for user code that cannot be loaded, and a policy loss that cannot be trained.
-    """
+    entropies, and a solved_nll_coef for samples without the number `solved`;
+    PluginError for user code that cannot be loaded, and a policy loss that cannot be
+    trained."""
     kl = config.kl
     entropy = config.entropy
     if kl is not None and inputs.reference_N is None:
@@ -172,12 +172,11 @@ def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
 
         A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
 
-    The sum is over the sample's trained tokens, without discount or gradient (Ziegler et
-    al. 2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl
+    The sum is over the sample's trained tokens, without discount or gradient (Ziegler
+    et al. 2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl
     subtracts the same penalty of the same policy from the rewards before they become
     advantages, so there it also enters the baseline and the division by a deviation;
-    here it does not.
-    """
+    here it does not."""
     penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
     return inputs.advantages_N - to_go(penalty_N.detach(), inputs.samples)
 

@@ -1,7 +1,8 @@
 """Policy losses: the loss of one token from its ratio current/old and its advantage.
 
 A built-in reads `PolicyLossInputs`, and so does a user's `MeasuredPolicyLoss`. A user's
-`PolicyLoss` gets ratio and advantage, and with the keyword `inputs` also the LossInputs.
+`PolicyLoss` gets ratio and advantage, and with the keyword `inputs` also the
+LossInputs.
 
 This module does not import torch: the driver checks the setting with it and never holds
 a tensor.
@@ -220,11 +221,10 @@ def gmpo(of: PolicyLossInputs) -> TokenLosses:
         L = -A exp( mean over the sample of c_t ),    c_t = min(log r_t, eps_clip_high) where A_t > 0,
                                                          max(log r_t, -eps_clip_low) where A_t < 0
 
-    All tokens of a sample have the same ratio; each is clipped separately before the mean.
-    The paper's bounds e^-0.4 and e^0.4 are 0.4 here. A token with advantage 0 has c_t =
-    0. With the aggregation `sequence_mean` the loss is verl's `geo_mean`, where the
-    formula was read.
-    """
+    All tokens of a sample have the same ratio; each is clipped separately before the
+    mean. The paper's bounds e^-0.4 and e^0.4 are 0.4 here. A token with advantage 0 has
+    c_t = 0. With the aggregation `sequence_mean` the loss is verl's `geo_mean`, where
+    the formula was read."""
     log_ratio_N = of.ratio_N.log()
     low_N = (log_ratio_N < -of.config.eps_clip_low) & (of.advantages_N < 0)
     high_N = (log_ratio_N > of.config.eps_clip_high) & (of.advantages_N > 0)

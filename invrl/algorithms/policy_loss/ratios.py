@@ -38,16 +38,15 @@ def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
 def sequence_ratio(
     numerator_N: Tensor, denominator_N: Tensor, samples: Samples
 ) -> Tensor:
-    """GSPO's ratio of the token's sample, normalized by its length (arXiv 2507.18071, eq.
-    7): [N], [N] -> [N].
+    """GSPO's ratio of the token's sample, normalized by its length (arXiv 2507.18071,
+    eq. 7): [N], [N] -> [N].
 
         s_i = exp( mean_t (log p_t - log q_t) )
 
-    All tokens of a sample have the same ratio, and the gradient goes through all of them.
-    With the aggregation `sequence_mean` this is GSPO's objective (eq. 5). As TRL's
-    level `sequence`. verl's `gspo` has the same value and, with advantages that are
-    equal within a row, the same gradient (`sequence_token_ratio`).
-    """
+    All tokens of a sample have the same ratio, and the gradient goes through all of
+    them. With the aggregation `sequence_mean` this is GSPO's objective (eq. 5). As
+    TRL's level `sequence`. verl's `gspo` has the same value and, with advantages that
+    are equal within a row, the same gradient (`sequence_token_ratio`)."""
     sample_mean_R = samples.mean(numerator_N - denominator_N)
     return samples.spread(clamp_log_ratio(sample_mean_R).exp())
 

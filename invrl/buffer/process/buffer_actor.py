@@ -1,10 +1,10 @@
 """The buffer's process: a Ray async actor around the state machine of
 `group_buffer.py`.
 
-`BufferActor` is a plain class: tests use it without Ray, and `host/ray/actor.py` runs it as
-a Ray actor. It answers calls and polls the run store's outbox, through which finished
-sessions arrive. Recording an outcome is idempotent, so an outcome may also be pushed
-through `record`. The poller also reads what running rollouts have sampled from
+`BufferActor` is a plain class: tests use it without Ray, and `host/ray/actor.py` runs
+it as a Ray actor. It answers calls and polls the run store's outbox, through which
+finished sessions arrive. Recording an outcome is idempotent, so an outcome may also be
+pushed through `record`. The poller also reads what running rollouts have sampled from
 the store, so that a group with tokens that are too old is dropped before its first
 member ends.
 

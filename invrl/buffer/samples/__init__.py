@@ -1,1 +1,2 @@
-"""From the groups of a batch to a TrainBatch: rewards that are compared, and samples."""
+"""From the groups of a batch to a TrainBatch: rewards that are compared, and
+samples."""

@@ -31,12 +31,11 @@ def token_rewards(
 ) -> NDArray[np.float32]:
     """Return token rewards, float32 [T], 0 where the loss mask is False.
 
-    `trajectory_turns` are all turns of the sample's trajectory; T may end before the last
-    of them. With `use` "replace" the trajectory's reward is its most specific one
+    `trajectory_turns` are all turns of the sample's trajectory; T may end before the
+    last of them. With `use` "replace" the trajectory's reward is its most specific one
     (trajectory, else child session, else the rollout's final one); with "add" it is the
     sum of those. Rewards of turns are intermediate rewards and count with both.
-    `columns`, [T] each, are added on trained tokens.
-    """
+    `columns`, [T] each, are added on trained tokens."""
     rewards_T = np.zeros(len(mask_T), np.float64)
     for column_T in columns:
         rewards_T += np.where(mask_T, column_T, 0.0)

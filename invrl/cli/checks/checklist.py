@@ -37,8 +37,8 @@ ENGINES = EVERY | {"engine"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check raises ConfigError for what would stop a run and `CheckWarning` for what may; it
-    returns what it found."""
+    """A check raises ConfigError for what would stop a run and `CheckWarning` for what
+    may; it returns what it found."""
 
     name: str
     look: Callable[[Config, Machine], object]

@@ -30,7 +30,8 @@ def check_rollout_code(config: Config) -> str:
 
 
 def check_reward_code(config: Config) -> str:
-    """Check that the reward function does not block the event loop. Raises `CheckWarning`."""
+    """Check that the reward function does not block the event loop. Raises
+    `CheckWarning`."""
     from invrl.user_code import plugins
 
     path = config.rollout.reward_function_path

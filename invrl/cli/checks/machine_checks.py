@@ -357,9 +357,9 @@ def _weight_bytes(config: Config) -> int:
 
 
 def _checkpoint_bytes(config: Config, machine: Machine) -> float:
-    """Return the bytes that a checkpoint of the run takes at least: a critic of another model than the
-    policy's is not counted. Of a model that the estimate cannot read, eight times its
-    files."""
+    """Return the bytes that a checkpoint of the run takes at least: a critic of another
+    model than the policy's is not counted. Of a model that the estimate cannot read,
+    eight times its files."""
     budget = _trainer_memory(config, machine)
     if budget is None:
         return 8.0 * _weight_bytes(config)

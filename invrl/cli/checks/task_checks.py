@@ -130,8 +130,8 @@ def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
 
 
 def _labels(config: Config, source_fault: str) -> str:
-    """Return the fields of the labels, if they were guessed. Raises `CheckWarning` if tasks
-    have no label and user code reads one."""
+    """Return the fields of the labels, if they were guessed. Raises `CheckWarning` if
+    tasks have no label and user code reads one."""
     from invrl.rollout.tasks.task_labels import guess_notes, missing_labels
     from invrl.user_code.source import reads_attribute
 

@@ -1,5 +1,5 @@
-"""`invrl export`: copies the model of a step out of a run's checkpoints, checked, into a
-folder of its own.
+"""`invrl export`: copies the model of a step out of a run's checkpoints, checked, into
+a folder of its own.
 
 The run may be live: nothing in its folder is changed, and a checkpoint that the run
 removes meanwhile is an error that says so. No engine and no trainer is needed."""

@@ -1,5 +1,5 @@
-"""`invrl export-data`: writes rollouts of a run as a file that `invrl train --data-path`
-reads. Which rows these are is decided in `run/exports/exported_rows.py`.
+"""`invrl export-data`: writes rollouts of a run as a file that `invrl train
+--data-path` reads. Which rows these are is decided in `run/exports/exported_rows.py`.
 
 The run may be live: its store is only read. The file appears whole."""
 

@@ -39,8 +39,8 @@ def resume(arguments: Sequence[str]) -> None:
     """usage: invrl resume RUN_FOLDER [flags]
 
     Does the same as repeating the run's `invrl train` command. Flags that do not change
-    the result may differ (--num-steps, --save-interval, --max-restarts, --log.progress);
-    any other change of the configuration is refused."""
+    the result may differ (--num-steps, --save-interval, --max-restarts,
+    --log.progress); any other change of the configuration is refused."""
     folder = read_run_folder(arguments)
     load_resolved(folder.config_path)  # refuses a file that was changed
     place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]

@@ -1,8 +1,8 @@
 """A typed async client of SGLang's native API: token ids in; ids, log-probs and version
 spans out.
 
-`generation.py` has the request and the result of a generation, `sglang_responses.py` the
-JSON of the responses. The methods under "control" make the other requests.
+`generation.py` has the request and the result of a generation, `sglang_responses.py`
+the JSON of the responses. The methods under "control" make the other requests.
 
 Invariant: the client sends nothing that would kill a server (as a token id outside the
 vocabulary does) or that the server would truncate without an error. Every call has a

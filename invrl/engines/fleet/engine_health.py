@@ -1,8 +1,8 @@
 """When an engine or the router counts as dead.
 
-Not to be confused with the heartbeats of Ray actors (`host/ray/actor_heartbeat.py`) and of
-the gateway's processes (`gateway/server/processes/heartbeat_page.py`): servers that are not our
-code are asked over HTTP.
+Not to be confused with the heartbeats of Ray actors (`host/ray/actor_heartbeat.py`) and
+of the gateway's processes (`gateway/server/processes/heartbeat_page.py`): servers that
+are not our code are asked over HTTP.
 
 Invariant: a process that answers is not dead, however busy it is. It is dead once its
 process has ended, or once it has left `QUESTIONS` questions in a row unanswered, each

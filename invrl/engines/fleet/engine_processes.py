@@ -1,5 +1,5 @@
-"""The processes of a fleet's engines: their start, again if a stranger took the port, and
-their end."""
+"""The processes of a fleet's engines: their start, again if a stranger took the port,
+and their end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`python -m invrl.engines.inside_sglang.launch_sglang <SGLang's flags>`: starts a real SGLang
-server, also on CPU.
+"""`python -m invrl.engines.inside_sglang.launch_sglang <SGLang's flags>`: starts a real
+SGLang server, also on CPU.
 
 Invariant: `prepare_process` runs at module level, because SGLang's spawned processes
 (scheduler, detokenizer) import the main module again and need it too. The server starts

@@ -1,10 +1,9 @@
 """`GET /loader_reply/NAME`: the reply of the weight loader inside an engine, for a run
 on another machine.
 
-The loader (`weights/loader/weight_loader.py`) can reply only with a file. A file with a bare name
-is in the engine's TMPDIR, which the engine's HTTP process shares. A reply is served
-once.
-"""
+The loader (`weights/loader/weight_loader.py`) can reply only with a file. A file with a
+bare name is in the engine's TMPDIR, which the engine's HTTP process shares. A reply is
+served once."""
 
 import tempfile
 from pathlib import Path

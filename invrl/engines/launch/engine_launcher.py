@@ -84,8 +84,8 @@ class EngineLauncher:
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
         """Return the process that forks the engines; None if they cannot be forked
-        (`host/processes/fork_parent.py`), or if spans are sent, whose exporter is chosen before
-        SGLang is imported."""
+        (`host/processes/fork_parent.py`), or if spans are sent, whose exporter is
+        chosen before SGLang is imported."""
         if not self._config.num_engines or count_gpus() or FLAG in self.sglang_flags:
             return None
         if given is not None:

@@ -3,11 +3,10 @@
 text; everything else is tokenized as usual.
 
 A second tokenizer handles texts with marks, and every text if a control token could
-appear in it unmarked, because texts are normalized. It is the same one, except that each
-control token has another, secret text in it. In the rendered text, the control tokens
-without a mark (the template's) are replaced by these secret texts, and the marks are
-removed. The remaining control tokens are then ordinary text.
-"""
+appear in it unmarked, because texts are normalized. It is the same one, except that
+each control token has another, secret text in it. In the rendered text, the control
+tokens without a mark (the template's) are replaced by these secret texts, and the marks
+are removed. The remaining control tokens are then ordinary text."""
 
 import secrets
 import threading

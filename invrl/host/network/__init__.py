@@ -1,1 +1,2 @@
-"""Connections between our own processes: ports, proxies, and the rendezvous of ranks."""
+"""Connections between our own processes: ports, proxies, and the rendezvous of
+ranks."""

@@ -1,9 +1,9 @@
 """Keep-alive HTTP/1.1 connections to one server, for calls with low latency.
 
 Its reason is the cost of a stream: one of 64 events took the client 1.4 CPU-ms, aiohttp
-2.1 and httpx 8 to 9 (November 2026), and a gateway spends 2.5 on a whole streamed reply.
-Data is acknowledged immediately: before, one first token in a hundred
-came 23 ms late through the router, because of Nagle's algorithm (RFC 896).
+2.1 and httpx 8 to 9 (November 2026), and a gateway spends 2.5 on a whole streamed
+reply. Data is acknowledged immediately: before, one first token in a hundred came 23 ms
+late through the router, because of Nagle's algorithm (RFC 896).
 
 No redirects, no proxies, no compression.
 """

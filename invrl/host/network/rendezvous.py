@@ -5,9 +5,10 @@ complete.
 torch's own rendezvous makes a store that listens on every interface without a key:
 anyone who reaches it can read, change and delete the ranks' messages. Here the store
 listens only on the given address (loopback if all processes are on one machine). Once
-the group is complete, `refuse_new_connections` admits nobody else, and `refuse_unknown_connections`
-finds a stranger that connected earlier and is still connected, but not one that has
-left again. On GPUs, where groups connect when they are first used, neither is called.
+the group is complete, `refuse_new_connections` admits nobody else, and
+`refuse_unknown_connections` finds a stranger that connected earlier and is still
+connected, but not one that has left again. On GPUs, where groups connect when they are
+first used, neither is called.
 
 Torch is imported inside functions: a process that only listens does not wait for it.
 """

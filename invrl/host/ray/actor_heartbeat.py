@@ -1,8 +1,9 @@
 """The heartbeat of a Ray actor: polls it for signs of life, and decides when it counts
 as dead.
 
-Not to be confused with `engines/fleet/engine_health.py` (engines and the router, over HTTP)
-and with `gateway/server/processes/heartbeat_page.py` (the gateway's processes, in shared memory).
+Not to be confused with `engines/fleet/engine_health.py` (engines and the router, over
+HTTP) and with `gateway/server/processes/heartbeat_page.py` (the gateway's processes, in
+shared memory).
 
 Ray reports an actor's process that was killed. It does not report one that is stopped
 (SIGSTOP), or that hangs while it holds the interpreter's lock: that one keeps its

@@ -1,5 +1,5 @@
-"""Detects that what is trained no longer looks like what was asked for, because rollouts
-were lost that were longer, or rewarded otherwise, than the others.
+"""Detects that what is trained no longer looks like what was asked for, because
+rollouts were lost that were longer, or rewarded otherwise, than the others.
 
 Pure: judges a row of metrics, for console, report and overview.
 """

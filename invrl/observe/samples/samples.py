@@ -66,12 +66,12 @@ def read_samples(
     """Return every ended rollout in the store at `path`, in the order in which they
     were opened. A repeated held-out rollout counts once, with its last attempt.
     `failure_rules`: the run's, for failures that count with a reward."""
-    fates = _read_ledger_states(read_ledger(path))
+    states = _read_ledger_states(read_ledger(path))
     samples: dict[tuple[str, int], Sample] = {}
     store = RunStore(path)
     try:
         for stored in store.ended_sessions():
-            sample = _make_sample(stored, fates, failure_rules)
+            sample = _make_sample(stored, states, failure_rules)
             identity = sample.identity
             key = (identity.session_id, 0)
             if sample.purpose == "eval":
@@ -116,12 +116,12 @@ def _read_ledger_states(
     name is lost."""
     session_ids: dict[Place, str] = {}
     """Session that last ended at a place of the surviving lineage."""
-    fates: dict[str, _LedgerState] = {}
+    states: dict[str, _LedgerState] = {}
     for kept in stored_entries:
         entry = kept.entry
         if kept.lost:
             if entry.session_id:
-                fates.setdefault(entry.session_id, _LedgerState("lost"))
+                states.setdefault(entry.session_id, _LedgerState("lost"))
             continue
         # Only the entry caused by an outcome names its session. Later entries of its
         # place belong to it.
@@ -129,8 +129,8 @@ def _read_ledger_states(
             session_ids[entry.place] = entry.session_id
         session_id = session_ids.get(entry.place)
         if session_id is not None:
-            fates[session_id] = _state_after(entry, fates.get(session_id))
-    return fates
+            states[session_id] = _state_after(entry, states.get(session_id))
+    return states
 
 
 def _state_after(entry: LedgerEntry, previous: _LedgerState | None) -> _LedgerState:
@@ -149,7 +149,7 @@ def _state_after(entry: LedgerEntry, previous: _LedgerState | None) -> _LedgerSt
 
 def _make_sample(
     stored: StoredSession,
-    fates: Mapping[str, _LedgerState],
+    states: Mapping[str, _LedgerState],
     rules: Mapping[FailureReason, FailureRule],
 ) -> Sample:
     session = stored.session
@@ -157,7 +157,7 @@ def _make_sample(
     assert outcome is not None, "only sessions with an outcome are read"
     evaluation = ""
     if session.purpose == "train":
-        fate = fates.get(session.id)
+        fate = states.get(session.id)
         if fate is None:
             fate = _state_before_ledger(outcome)
     elif session.purpose == "eval":
@@ -223,8 +223,9 @@ def failure_reward(
 
 
 def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
-    """Return step and name of an evaluation, from the id that `rollout/dispatch/evaluation.py`
-    gives to its groups: eval/<step>/[<set>/]<mode>/<task>."""
+    """Return step and name of an evaluation, from the id that
+    `rollout/dispatch/evaluation.py` gives to its groups:
+    eval/<step>/[<set>/]<mode>/<task>."""
     path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")
     step, _, name = path.partition("/")
     if not step.isdecimal():

@@ -453,9 +453,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _attribute(error: BaseException, name: str) -> object:
-    """The exception's `request`, `response` or `body`, which httpx and the SDKs built on
-    it set; None without one. Reading it may raise anything: httpx's property raises if it
-    was not set, and an exception of the user's may define its own."""
+    """The exception's `request`, `response` or `body`, which httpx and the SDKs built
+    on it set; None without one. Reading it may raise anything: httpx's property raises
+    if it was not set, and an exception of the user's may define its own."""
     try:
         return getattr(error, name, None)
     except Exception:

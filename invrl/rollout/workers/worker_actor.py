@@ -7,9 +7,9 @@ aborted at the gateway, even if `drop` has cancelled it.
 
 The rollouts of one worker share its process. `os._exit` in one of them ends the others
 too: they fail as WORKER_DIED and are replaced. More `workers.count` limit how many.
-Memory is counted for the whole worker: over `workers.memory_gb` all its rollouts
-end as MEMORY, and the worker asks to be replaced. Processes that rollouts start end
-with their worker at the latest, even those that called setsid (`host/processes/guardian.py`)."""
+Memory is counted for the whole worker: over `workers.memory_gb` all its rollouts end as
+MEMORY, and the worker asks to be replaced. Processes that rollouts start end with their
+worker at the latest, even those that called setsid (`host/processes/guardian.py`)."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Start of an incarnation of a run: at the run's newest whole checkpoint, or at step 0.
 
-A resume, in the order in which it happens (`run/incarnations/incarnation.py` makes these
-calls):
+A resume, in the order in which it happens (`run/incarnations/incarnation.py` makes
+these calls):
 
     find_start                here: the newest checkpoint whose files are what was written
     check_store_at            here: run.sqlite is whole, and fits the checkpoint
@@ -12,8 +12,8 @@ calls):
 
 Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved
 batches are renamed. What they did in the ledger counts as lost by itself
-(`buffer/ledger/ledger_store.py`). A repeated command says where it starts, because the same
-words may begin a new run, resume one, or do nothing."""
+(`buffer/ledger/ledger_store.py`). A repeated command says where it starts, because the
+same words may begin a new run, resume one, or do nothing."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,9 +2,9 @@
 rollouts trains of it.
 
 Which trajectories and turns these are is decided where batches are made
-(`buffer/samples/training_samples.py`), so that a file of conversations trains what the run
-would have trained, with one exception: auxiliary conversations (titles, summaries) are
-always left out, whatever `session.train_auxiliary_roots` says."""
+(`buffer/samples/training_samples.py`), so that a file of conversations trains what the
+run would have trained, with one exception: auxiliary conversations (titles, summaries)
+are always left out, whatever `session.train_auxiliary_roots` says."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -83,8 +83,8 @@ async def train_on_saved_batches(
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
-    """Raise ConfigError for a sample of more than `max_sample_tokens`. A run that samples
-    refuses it earlier, at the gateway."""
+    """Raise ConfigError for a sample of more than `max_sample_tokens`. A run that
+    samples refuses it earlier, at the gateway."""
     limit = config.train.max_sample_tokens
     longest = max((len(sample.tokens_T) for sample in batch.samples), default=0)
     if limit and longest > limit:

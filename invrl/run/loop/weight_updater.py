@@ -1,6 +1,6 @@
 """Gives new weights to the current fleet: runs the transaction
-(`weights/update/transaction.py`) over its engines, and evicts engines that the transaction
-loses.
+(`weights/update/transaction.py`) over its engines, and evicts engines that the
+transaction loses.
 
 A lost engine leaves the fleet and is started again in the background. When it is up it
 loads the fleet's version, while updates continue (`weights/update/joining_engines.py`).

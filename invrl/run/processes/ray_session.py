@@ -1,9 +1,8 @@
 """The Ray session of a run: starts a local Ray, or connects to the one that
 `RAY_ADDRESS` names, and shuts it down with a deadline.
 
-A local Ray is watched (`host/ray/ray_watch.py`): when its raylet or GCS dies, the driver
-ends with the cause.
-"""
+A local Ray is watched (`host/ray/ray_watch.py`): when its raylet or GCS dies, the
+driver ends with the cause."""
 
 import contextlib
 import itertools
@@ -41,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
-    """Start a local Ray behind a token (`host/ray/ray_setup.py`), or connect to the Ray at
-    `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program left
-    in a file is ignored. A local Ray that does not come up is started again, up to
+    """Start a local Ray behind a token (`host/ray/ray_setup.py`), or connect to the Ray
+    at `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program
+    left in a file is ignored. A local Ray that does not come up is started again, up to
     `run.ray_start_attempts` times in all, or for ten minutes while the machine is
-    overloaded. Raises ServerError, and ConfigError for a Ray
-    of several nodes; no process of Ray is left then.
+    overloaded. Raises ServerError, and ConfigError for a Ray of several nodes; no
+    process of Ray is left then.
 
     The command line's SIGTERM handler stays in place. Ray's C++ code replaces it, and
     Ray's own Python handler would end the process from within our event loop.

@@ -1,8 +1,7 @@
 """The names that well-known trainers give to the purposes of our settings. Pure data.
 
-Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, NeMo-RL, prime-rl, AReaL and
-Lightning.
-"""
+Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, NeMo-RL, prime-rl, AReaL
+and Lightning."""
 
 OTHER_TRAINERS: dict[str, str] = {
     "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",

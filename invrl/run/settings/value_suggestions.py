@@ -84,7 +84,8 @@ def misplaced_value(key: str, value: str) -> str:
 def wrong_name(key: str, value: str) -> str:
     """Return a fix for a name that is not a built-in of a setting that also takes an
     import path: its present value, the setting that it belongs to, or an objective with
-    a similar spelling. "" for a value that may be an import path, which loading explains."""
+    a similar spelling. "" for a value that may be an import path, which loading
+    explains."""
     former = FORMER_VALUES.get(key, {}).get(value)
     if former is not None:
         return f"it moved: write --{key.replace('_', '-')} {former}"

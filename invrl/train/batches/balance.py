@@ -1,13 +1,12 @@
 """Balance of a mini-batch over ranks: each rank computes some of its rollouts, by
 estimated work.
 
-Sequences of a group share their prompt, and each part of a group computes the prompt again.
-So groups begin whole and are split while that makes the slowest rank faster: the
+Sequences of a group share their prompt, and each part of a group computes the prompt
+again. So groups begin whole and are split while that makes the slowest rank faster: the
 costliest part on the slowest rank into two. From the best of these splits the slowest
 rank gives single rollouts away or exchanges them, and the split whose slowest rank is
 then fastest is taken: the best one before the exchanges is often not the best one after
-them. The sequences of one rollout stay together. Pure numpy.
-"""
+them. The sequences of one rollout stay together. Pure numpy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -264,8 +263,8 @@ def _move(rollout: tuple[int, tuple[int, ...]], source: _Load, target: _Load) ->
 
 class _WorkEstimate:
     """Work of computing samples together: a shared prefix counts once. A prefix of all
-    sequences of the batch is left out: every rank computes it, however the sequences are
-    split."""
+    sequences of the batch is left out: every rank computes it, however the sequences
+    are split."""
 
     def __init__(self, batch: TrainBatch, cost: ComputeCost) -> None:
         self._cost = cost
@@ -280,8 +279,8 @@ class _WorkEstimate:
         self._order = {index: place for place, index in enumerate(computed)}
         """Sequence -> its position among the computed sequences, sorted by tokens."""
         self._work: dict[tuple[int, ...], float] = {}
-        """Cache by the computed sequences in their order: the search repeats the same sequences
-        many times."""
+        """Cache by the computed sequences in their order: the search repeats the same
+        sequences many times."""
         self._num_common = 0
         if computed:
             self._num_common = common_prefix(

@@ -1,12 +1,12 @@
-"""Packs sequences into bins with a limited number of tokens, in which a shared prefix counts
-once.
+"""Packs sequences into bins with a limited number of tokens, in which a shared prefix
+counts once.
 
 Sequences sorted by their tokens are the leaves of a tree: those that share the first d
 tokens are neighbours and form a subtree at depth d. The tree is climbed from its
-leaves. At each subtree, bundles of sequences that its children could not fill are combined,
-largest first, each into the bundle that it fills best (best fit decreasing). Two
-bundles that meet at depth d share d tokens. So sequences are first combined with those that
-they share most with, and a subtree is split only if it is larger than a bin.
+leaves. At each subtree, bundles of sequences that its children could not fill are
+combined, largest first, each into the bundle that it fills best (best fit decreasing).
+Two bundles that meet at depth d share d tokens. So sequences are first combined with
+those that they share most with, and a subtree is split only if it is larger than a bin.
 
 This gives few bins, but the last ones may be nearly empty. `balance_bins` then spreads
 their subtrees so that the bins take equally long. Pure.
@@ -39,12 +39,12 @@ class _Subtree:
 def pack_into_bins(
     lengths: Sequence[int], num_shared: Sequence[int], *, capacity: int
 ) -> list[list[int]]:
-    """Return the sequences of each bin, ascending; bins in the order of their first sequences.
+    """Return the sequences of each bin, ascending; bins in the order of their first
+    sequences.
 
-    `lengths` are the sequences' tokens, in sorted order. `num_shared` is, for each sequence, the
-    length of the prefix that it shares with the previous sequence; 0 for the first. A sequence
-    longer than `capacity` gets a separate bin.
-    """
+    `lengths` are the sequences' tokens, in sorted order. `num_shared` is, for each
+    sequence, the length of the prefix that it shares with the previous sequence; 0 for
+    the first. A sequence longer than `capacity` gets a separate bin."""
     open_subtrees = [_Subtree(depth=0)]  # each within the one before it
     for sequence, length in enumerate(lengths):
         depth = num_shared[sequence]
@@ -114,10 +114,9 @@ def balance_bins(
     """Return as many bins of about equal work, or the given ones if the units do not
     fit that way.
 
-    `bins`, `lengths`, `num_shared` and `capacity` are those of `pack_into_bins`. `work` is
-    that of a sequence (by its position) after a number of its tokens. The costliest
-    remaining unit goes into the bin with the least work that has room for it.
-    """
+    `bins`, `lengths`, `num_shared` and `capacity` are those of `pack_into_bins`. `work`
+    is that of a sequence (by its position) after a number of its tokens. The costliest
+    remaining unit goes into the bin with the least work that has room for it."""
     if len(bins) < 2:
         return list(bins)
     common = min(num_shared[1:])

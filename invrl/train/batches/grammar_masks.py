@@ -35,8 +35,8 @@ class GrammarMasks:
         self._vocab_size = vocab_size
 
     def sequences(self, samples: Iterable[TrainSample]) -> list[TokenSequence]:
-        """Make one sequence per sample: its trained tokens are wanted, each among the tokens
-        that its grammar allowed.
+        """Make one sequence per sample: its trained tokens are wanted, each among the
+        tokens that its grammar allowed.
 
         Raises TrainError for a token that its grammar does not allow.
         """

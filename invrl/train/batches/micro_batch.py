@@ -1,5 +1,5 @@
-"""A packed micro-batch, which the model computes in one pass, and the sequences that it was
-packed from.
+"""A packed micro-batch, which the model computes in one pass, and the sequences that it
+was packed from.
 
 Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of
 logits, M of them under a grammar, T tokens of one sequence. Pure numpy.
@@ -106,8 +106,8 @@ class OldRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Packed tokens, wanted tokens (sequence by sequence, in the order of `sequences`), and the sequences
-    of logits that predict them."""
+    """Packed tokens, wanted tokens (sequence by sequence, in the order of `sequences`),
+    and the sequences of logits that predict them."""
 
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
@@ -116,8 +116,8 @@ class MicroBatch:
     """End (exclusive) of the tokens that see a packed token, which begin at its own
     place: the token and its descendants."""
     sequences_P: NDArray[np.int64]
-    """Number of sequences that have the packed token: more than one in a shared prefix, none
-    in padding."""
+    """Number of sequences that have the packed token: more than one in a shared prefix,
+    none in padding."""
     project_U: NDArray[np.int64]
     """Places of the packed tokens whose output is projected to logits, ascending. A
     place occurs once per temperature and set of allowed tokens."""
@@ -201,7 +201,8 @@ class MicroBatch:
         )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return the values [N] of the wanted tokens, from one array [T] per sequence."""
+        """Return the values [N] of the wanted tokens, from one array [T] per
+        sequence."""
         picked = [np.empty(0, np.float32)]
         for sequence_index, wanted_N in self.sequences:
             picked.append(arrays[sequence_index][wanted_N])

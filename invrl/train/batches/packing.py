@@ -1,17 +1,16 @@
 """Packing: sequences become micro-batches in which a shared prefix is computed once.
 
-When sequences are sorted by their tokens, sequences that share a prefix are neighbours. One
-pass over the sorted sequences of a micro-batch therefore lays out a prefix trie: each sequence
-adds only the tokens after its longest common prefix with the previous sequence. The sequences
-that share their first token form a tree, and a token attends only to its own ancestors,
-at its own depth, so the result is the same as for each sequence alone. The last trained
-token of a sequence is only predicted; neither it nor the tokens after it are computed at
-all.
+When sequences are sorted by their tokens, sequences that share a prefix are neighbours.
+One pass over the sorted sequences of a micro-batch therefore lays out a prefix trie:
+each sequence adds only the tokens after its longest common prefix with the previous
+sequence. The sequences that share their first token form a tree, and a token attends
+only to its own ancestors, at its own depth, so the result is the same as for each
+sequence alone. The last trained token of a sequence is only predicted; neither it nor
+the tokens after it are computed at all.
 
-`bin_packing.py` decides which sequences come together. Memory follows the number of packed
-tokens, which is bounded. One row of logits serves every trained token that comes after
-the same tokens at the same temperature. Pure numpy.
-"""
+`bin_packing.py` decides which sequences come together. Memory follows the number of
+packed tokens, which is bounded. One row of logits serves every trained token that comes
+after the same tokens at the same temperature. Pure numpy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,14 +41,14 @@ def pack(
     share_prefixes: bool,
     cost: ComputeCost = UNKNOWN_MODEL,
 ) -> list[MicroBatch]:
-    """Pack sequences into micro-batches of at most `max_tokens` packed tokens, as few as
-    `pack_into_bins` finds, and evened by their cost. `cost` is of the model's forward pass.
+    """Pack sequences into micro-batches of at most `max_tokens` packed tokens, as few
+    as `pack_into_bins` finds, and evened by their cost. `cost` is of the model's
+    forward pass.
 
-    A sequence that needs more stands alone. Sequences without a wanted token are left out. There
-    is at least one micro-batch: a rank without data takes part in the step with an
-    empty one. The result depends only on the arguments, so ranks with the same sequences
-    make the same micro-batches.
-    """
+    A sequence that needs more stands alone. Sequences without a wanted token are left
+    out. There is at least one micro-batch: a rank without data takes part in the step
+    with an empty one. The result depends only on the arguments, so ranks with the same
+    sequences make the same micro-batches."""
     order = [index for index, sequence in enumerate(sequences) if sequence.num_computed]
     num_shared = [0] * len(order)
     if share_prefixes:
@@ -82,8 +81,8 @@ def pack(
 
 
 def token_order_key(tokens_T: NDArray[np.int32]) -> bytes:
-    """Return a sort key that orders sequences by their tokens: ids are not negative, so byte
-    order is token order."""
+    """Return a sort key that orders sequences by their tokens: ids are not negative, so
+    byte order is token order."""
     return tokens_T.astype(">u4").tobytes()
 
 
@@ -222,8 +221,8 @@ class _Layout:
         )
 
     def _ends(self) -> NDArray[np.int64]:
-        """Return `ends_P`. Sequences are laid out depth first, so the descendants of a token
-        are the tokens after it until a sequence leaves its path."""
+        """Return `ends_P`. Sequences are laid out depth first, so the descendants of a
+        token are the tokens after it until a sequence leaves its path."""
         ends_P = np.full(self._num_tokens, self._num_tokens)
         for places, end in self._ended:
             ends_P[places] = end
@@ -231,8 +230,8 @@ class _Layout:
 
     def _experts(self) -> NDArray[np.int16] | None:
         """Return the experts of the packed tokens. Sequences that share a prefix were
-        computed separately in the engine, perhaps by other experts. The first sequence that
-        knows a token's experts decides."""
+        computed separately in the engine, perhaps by other experts. The first sequence
+        that knows a token's experts decides."""
         experts_PLK = None
         for placed in reversed(self._sequences):
             experts_TLK = placed.sequence.experts_TLK
@@ -249,8 +248,8 @@ class _Layout:
 
 
 def _candidates(sequences: Sequence[TokenSequence]) -> NDArray[np.int64] | None:
-    """Return the candidates of all wanted tokens; `NO_TOKEN` for the tokens of sequences
-    without."""
+    """Return the candidates of all wanted tokens; `NO_TOKEN` for the tokens of
+    sequences without."""
     widths = [
         sequence.candidates_NK.shape[1]
         for sequence in sequences

@@ -226,7 +226,8 @@ class MemoryBudget:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Bytes of a checkpoint: the state of all ranks, and the model for Hugging Face."""
+        """Bytes of a checkpoint: the state of all ranks, and the model for Hugging
+        Face."""
         trained = self.size.total
         if self.has_critic:
             trained += sum(

@@ -8,9 +8,8 @@ model's router, so gradients flow through it.
 
 The indices travel with the micro-batch to each layer, so a layer that is recomputed in
 the backward pass gets the same ones. So do the routers' scores of these experts, if an
-objective needs the router shift (`algorithms/policy_loss/router_shift.py`), whether or not the
-experts are replayed. Imported after `device.prepare()`.
-"""
+objective needs the router shift (`algorithms/policy_loss/router_shift.py`), whether or
+not the experts are replayed. Imported after `device.prepare()`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,7 +252,8 @@ class RoutingRecorder:
         return self.replays or self.keeps_scores
 
     def check(self, sequences: Iterable[TokenSequence]) -> None:
-        """Raise TrainError if the experts of a sequence are not those of such a model."""
+        """Raise TrainError if the experts of a sequence are not those of such a
+        model."""
         expected = (self.num_layers, self.experts.chosen)
         for sequence in sequences:
             if sequence.experts_TLK is None:

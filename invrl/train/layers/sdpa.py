@@ -169,9 +169,9 @@ class AttentionCalls:
 
 
 def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all queries' outputs [1, heads, Q, dim]. In memory the heads of a token are
-    neighbours, as SDPA's kernels write them and the next layer reads them, so that no
-    copy is needed to bring them together."""
+    """Return all queries' outputs [1, heads, Q, dim]. In memory the heads of a token
+    are neighbours, as SDPA's kernels write them and the next layer reads them, so that
+    no copy is needed to bring them together."""
     by_token = [output.transpose(1, 2) for output in outputs]
     return torch.cat(by_token, dim=1).transpose(1, 2)
 

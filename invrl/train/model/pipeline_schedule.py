@@ -1,5 +1,5 @@
-"""Packed sequences in Megatron's schedule over the chunks of a model, for every layout of
-ranks.
+"""Packed sequences in Megatron's schedule over the chunks of a model, for every layout
+of ranks.
 
 Every rank of a replica has the same micro-batches; only the last pipeline stage has the
 model's outputs. Imported after `device.prepare()`.
@@ -48,8 +48,8 @@ def pack_sequences(
     layout: ParallelLayout,
     cost: ComputeCost,
 ) -> Packed:
-    """Make micro-batches of the sequences, as many as the ranks of the layout need to meet
-    in each of them."""
+    """Make micro-batches of the sequences, as many as the ranks of the layout need to
+    meet in each of them."""
     micro_batches = pack(
         sequences,
         max_tokens=train.micro_batch_tokens,
@@ -99,9 +99,9 @@ def forward_pass(
     packed: Sequence[Packed],
     progress: StepProgress | None = None,
 ) -> list[SampleNumbers]:
-    """Make one forward pass over all these sequences, without gradient, and return the first
-    of the model's outputs, for each part. All 0 on a pipeline stage that is not the
-    last."""
+    """Make one forward pass over all these sequences, without gradient, and return the
+    first of the model's outputs, for each part. All 0 on a pipeline stage that is not
+    the last."""
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
             chunks,

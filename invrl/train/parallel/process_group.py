@@ -95,8 +95,8 @@ def gather_from_replicas(own: Item) -> list[Item]:
 
 
 def gather_samples(own: SampleTable) -> tuple[SampleTable, int]:
-    """Return the samples of all data-parallel ranks, in the order of the ranks, and where
-    this rank's own begin. These ranks call it together."""
+    """Return the samples of all data-parallel ranks, in the order of the ranks, and
+    where this rank's own begin. These ranks call it together."""
     group = cast(
         torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
     )

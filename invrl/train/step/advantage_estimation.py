@@ -1,12 +1,11 @@
 """Advantages and returns of a batch from its token rewards, the policies' log-probs and
 the critic's values, if there is a critic.
 
-The formulas are those of `algorithms/advantages/token_advantages.py`; here they are applied to the
-batch of a rank. Advantages are whitened over all mini-batches of the batch and over the
-data-parallel ranks, so they depend neither on the number of ranks nor on how samples
-were divided among them. On a pipeline stage without values the result is meaningless,
-and is not used. Imported after `device.prepare()`.
-"""
+The formulas are those of `algorithms/advantages/token_advantages.py`; here they are
+applied to the batch of a rank. Advantages are whitened over all mini-batches of the
+batch and over the data-parallel ranks, so they depend neither on the number of ranks
+nor on how samples were divided among them. On a pipeline stage without values the
+result is meaningless, and is not used. Imported after `device.prepare()`."""
 
 import math
 from collections.abc import Sequence

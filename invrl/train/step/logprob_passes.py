@@ -1,5 +1,5 @@
-"""LogprobPasses of one rank's model without gradient: log-probs of sequences under the policy and
-under frozen models.
+"""LogprobPasses of one rank's model without gradient: log-probs of sequences under the
+policy and under frozen models.
 
 Imported after `device.prepare()`.
 """
@@ -33,7 +33,8 @@ from invrl.types.batches import TrainBatch
 
 @dataclass(slots=True, eq=False)
 class LogprobPasses:
-    """Packs sequences into micro-batches, and runs them through the chunks of one rank."""
+    """Packs sequences into micro-batches, and runs them through the chunks of one
+    rank."""
 
     chunks: Sequence[DistributedDataParallel]
     _: KW_ONLY
@@ -48,8 +49,8 @@ class LogprobPasses:
     """Current work. Other threads may read it."""
 
     def pack(self, sequences: Sequence[TokenSequence]) -> Packed:
-        """Pack sequences. Raises TrainError for sequences with replayed experts that are not
-        those of this model."""
+        """Pack sequences. Raises TrainError for sequences with replayed experts that
+        are not those of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
             self.routing.check(sequences)
         else:

@@ -412,8 +412,8 @@ class TrainStep:
     def _measured(
         self, adaptation: Adaptation, metrics: Mapping[str, Metric]
     ) -> dict[str, float]:
-        """Return the metrics that the adaptation reads, over all ranks. A mean is NaN if
-        no step was finite."""
+        """Return the metrics that the adaptation reads, over all ranks. A mean is NaN
+        if no step was finite."""
         means = [metrics.get(name, Mean(0.0, 0)) for name in adaptation.means]
         totals = [mean.total for mean in means if isinstance(mean, Mean)]
         weights = [float(mean.weight) for mean in means if isinstance(mean, Mean)]

@@ -249,8 +249,8 @@ class TrainRank(SavingRank):
         return self._reported(result)
 
     def prepare(self, shard: Shard) -> None:
-        """Compute the first part of a batch with a critic on separate ranks; `compute_advantages`
-        and `learn` follow. The results stay on this rank."""
+        """Compute the first part of a batch with a critic on separate ranks;
+        `compute_advantages` and `learn` follow. The results stay on this rank."""
         self._prepared = self._step.prepare(shard)
 
     def compute_advantages(self, values: ValuesOfShard) -> ValuesOfShard:
@@ -394,8 +394,8 @@ class TrainRank(SavingRank):
         self,
     ) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
         """The trainer's end of the weight transport; the engines' ends are in
-        `engines/client/weight_receiver.py`. Created at the first use, so that only the rank
-        that sends allocates its memory."""
+        `engines/client/weight_receiver.py`. Created at the first use, so that only the
+        rank that sends allocates its memory."""
         match self._settings.weights:
             case BucketWeights():
                 return BucketSender(self.layout())

@@ -36,8 +36,8 @@ class TrainerState(SavedState):
         schedule: OptimizerParamScheduler,
         step: TrainStep,
     ) -> None:
-        """`step` has the adapted settings, a reference that may move, and the critic, if
-        there is one."""
+        """`step` has the adapted settings, a reference that may move, and the critic,
+        if there is one."""
         self._step = step
         self._moving_reference = (
             step.reference if step.algorithm.reference_moves else None

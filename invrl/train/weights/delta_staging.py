@@ -2,9 +2,9 @@
 version, as a folder.
 
 Invariant: a folder appears under its name when its files are whole and on disk. The
-chains (`weights/transports/delta_folder.py`) of the version staged last and of its predecessor are
-on disk; other folders are removed. Every n-th version is written whole, as is one that
-follows a failure or is tried again.
+chains (`weights/transports/delta_folder.py`) of the version staged last and of its
+predecessor are on disk; other folders are removed. Every n-th version is written whole,
+as is one that follows a failure or is tried again.
 
 Takes one copy of the weights in the memory of the rank that writes, to compare the next
 version with.

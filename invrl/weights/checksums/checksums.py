@@ -30,8 +30,8 @@ an iterator that makes tensors keeps in memory."""
 
 
 def whole_hash(*, adds_up: bool) -> HashTensors:
-    """Return the hash of whole tensors: checksums that add up (`multilinear_checksum.py`), or
-    xxh3."""
+    """Return the hash of whole tensors: checksums that add up
+    (`multilinear_checksum.py`), or xxh3."""
     return whole_checksums if adds_up else xxh3_checksums
 
 

@@ -1,5 +1,5 @@
-"""The sums of `multilinear_checksum.py` for many tensors in one kernel: GPU time depends on
-bytes, not on the number of tensors.
+"""The sums of `multilinear_checksum.py` for many tensors in one kernel: GPU time
+depends on bytes, not on the number of tensors.
 
 Each program of the kernel sums one tile, a run of words of one tensor, and adds the
 result to the tensor's sum. It computes the coefficients of its words itself, so nothing

@@ -6,8 +6,8 @@ sum modulo 2**64 of each word times the coefficients of its row and of its colum
 Coefficients are odd numbers without a pattern, so one changed word always changes the
 sum. The upper bits of a word are first mixed into the lower ones: a product carries
 upwards only, and two changed signs could cancel. It is computed where the tensor is: on
-a GPU by one kernel for all tensors (`gpu_checksums.py`), and nothing but the sums is copied
-to the host.
+a GPU by one kernel for all tensors (`gpu_checksums.py`), and nothing but the sums is
+copied to the host.
 
 The ranks of an engine hash their slices with it. Where an engine holds whole tensors in
 the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
@@ -119,8 +119,8 @@ class SumsInPlace:
         return cls(tensors, places, shapes)
 
     def whole_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Return the checksums of whole tensors. `tensors`: those that are known, or any others
-        with their names."""
+        """Return the checksums of whole tensors. `tensors`: those that are known, or
+        any others with their names."""
         return _whole_texts(tensors, self._sums(tensors))
 
     def slice_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -169,8 +169,8 @@ class ArenaWriter:
         device: torch.device | None = None,
     ) -> None:
         """`checksums_add_up`: for engines of several ranks, which hash slices
-        (`multilinear_checksum.py`). `device`: GPU whose memory holds the slots, where checksums
-        always add up; None for host memory."""
+        (`multilinear_checksum.py`). `device`: GPU whose memory holds the slots, where
+        checksums always add up; None for host memory."""
         self._checksums_add_up = checksums_add_up or device is not None
         self.hash_tensors = whole_hash(adds_up=self._checksums_add_up)
         descriptor = os.memfd_create(

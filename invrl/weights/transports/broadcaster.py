@@ -3,8 +3,8 @@ them to engines.
 
 A version is staged in the trainer's own arena (`arena.py`), so the previous version
 stays whole in the other slot. A broadcast of that slot lets engines go back to it and
-joining_engines load it while the trainer computes. The trainer's host memory holds two copies
-of the weights, the engines' none.
+joining_engines load it while the trainer computes. The trainer's host memory holds two
+copies of the weights, the engines' none.
 
 Invariant: a group has exactly the engines that were named, sends one version at a time,
 and is not used again after a failure. A slot is not overwritten while it is sent.

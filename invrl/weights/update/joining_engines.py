@@ -3,17 +3,18 @@ they join the fleet.
 
 A joining_engine loads the version that the fleet holds, in the background. Meanwhile an
 update may stage the next version, which goes to other memory, and commit it. Then the
-joining_engine must load again. During this second load updates still stage, but wait for it
-before they list their engines.
+joining_engine must load again. During this second load updates still stage, but wait
+for it before they list their engines.
 
     loads the fleet's version ──► between two updates: holds the fleet's version? ── yes ─► joins
       ▲                                                  │ no
       └────────── once more, and updates wait ◄──────────┘
 
-Invariants: memory is not overwritten while a joining engine reads it. A joining_engine joins only
-while no update is closed to joining_engines, and only with the version that the fleet holds
-then; so an update includes it, or ends first. Every wait ends: a joining engine loads twice
-at most, and an update gives up a joining engine at the deadline and continues.
+Invariants: memory is not overwritten while a joining engine reads it. A joining_engine
+joins only while no update is closed to joining_engines, and only with the version that
+the fleet holds then; so an update includes it, or ends first. Every wait ends: a
+joining engine loads twice at most, and an update gives up a joining engine at the
+deadline and continues.
 
 A verification of the engines' weights is a reader, too: it holds updates from its
 start.
@@ -50,8 +51,8 @@ class _Reader:
 
 
 class JoiningEngines:
-    """Coordination of joining engines and updates. JoiningEngines use `reading` and `until_open`;
-    updates, which run one at a time, use the rest."""
+    """Coordination of joining engines and updates. JoiningEngines use `reading` and
+    `until_open`; updates, which run one at a time, use the rest."""
 
     def __init__(self, *, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -83,21 +84,21 @@ class JoiningEngines:
             raise WeightSyncError(reader.given_up, engine=engine)
 
     async def until_open(self) -> None:
-        """Wait until no update is closed to joining_engines. Updates have deadlines, so this
-        wait needs none."""
+        """Wait until no update is closed to joining_engines. Updates have deadlines, so
+        this wait needs none."""
         await self._until(lambda: not self._is_closed)
 
     async def wait_until_only_reads(self, version: WeightVersion) -> None:
-        """Wait until joining engines read only this version: the memory of every other one is
-        free to write."""
+        """Wait until joining engines read only this version: the memory of every other
+        one is free to write."""
         waited_for = f"to finish with a version older than {version}"
         await self._wait_for_readers(
             lambda reader: reader.version != version, waited_for
         )
 
     async def wait_for_joins(self) -> None:
-        """Wait for the joining engines that are about to join. `closed` must follow without
-        an await."""
+        """Wait for the joining engines that are about to join. `closed` must follow
+        without an await."""
         await self._wait_for_readers(lambda reader: reader.holds_updates, "to finish")
 
     @contextmanager

@@ -304,9 +304,8 @@ class WeightTransaction:
         checksum and canary. Then call `join`, which makes the engine one of
         `receivers`.
 
-        Updates continue meanwhile (`joining_engines.py`). Raises WeightSyncError, before
-        `join`.
-        """
+        Updates continue meanwhile (`joining_engines.py`). Raises WeightSyncError,
+        before `join`."""
         is_late = False
         while True:
             await self._joining_engines.until_open()

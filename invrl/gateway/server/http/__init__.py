@@ -1,1 +1,2 @@
-"""HTTP with a client: the protocol and its limits, one exchange, bodies and refusals."""
+"""HTTP with a client: the protocol and its limits, one exchange, bodies and
+refusals."""

@@ -1,11 +1,11 @@
 """The gateway as the driver holds it, and the entry point of its supervisor process.
 
 `GatewayServer` starts the supervisor process, replaces it when it dies or hangs, and
-stops it. The process runs `python -m invrl.gateway.server.processes.gateway_server SETTINGS-FILE
-HEARTBEATS SOCKET...`, which forks the workers (`supervisor.py`). Invariant: the process
-that holds `GatewayServer` owns the sockets, so connections that arrive while the
-supervisor is dead wait for its successor. Importing this module loads no tokenizer and
-no web framework."""
+stops it. The process runs `python -m invrl.gateway.server.processes.gateway_server
+SETTINGS-FILE HEARTBEATS SOCKET...`, which forks the workers (`supervisor.py`).
+Invariant: the process that holds `GatewayServer` owns the sockets, so connections that
+arrive while the supervisor is dead wait for its successor. Importing this module loads
+no tokenizer and no web framework."""
 
 import asyncio
 import contextlib
@@ -126,8 +126,8 @@ class GatewayServer:
 
     async def wait_end_grace(self) -> None:
         """After `end_run` and before `stop`: waits until environments have had
-        `session.end_grace_s` to learn that the run has ended. Returns at once if `end_run` was
-        not called."""
+        `session.end_grace_s` to learn that the run has ended. Returns at once if
+        `end_run` was not called."""
         await asyncio.sleep(max(0.0, self._end_grace_until - time.monotonic()))
 
     def stop(self) -> None:

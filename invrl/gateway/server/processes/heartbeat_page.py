@@ -39,9 +39,9 @@ class HeartbeatPage:
     """An array of uint64. The supervisor and each of `workers` workers have five words:
     the number of heartbeats, how often the process was killed because they stopped,
     wrong answers of engines, how often it has ended by itself, and the lived time of
-    its place (`AwakeClock`). Then comes the newest version of the weights. The last word
-    is not 0 once the run has ended. `file` is the open file that `create` returned,
-    which child processes inherit."""
+    its place (`AwakeClock`). Then comes the newest version of the weights. The last
+    word is not 0 once the run has ended. `file` is the open file that `create`
+    returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1

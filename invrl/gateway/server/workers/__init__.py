@@ -1,2 +1,2 @@
-"""The workers of one gateway among themselves: requests to each other, and their metrics
-together."""
+"""The workers of one gateway among themselves: requests to each other, and their
+metrics together."""
