@@ -111,6 +111,8 @@ class Soak:
         self._flags = list(flags)
         self._console = folder.path.with_name(folder.path.name + ".soak.log")
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self.faults: list[Fault] = []
+        """Those inflicted so far."""
 
     def start(self, *more: str) -> None:
         """The run's command, also to repeat it."""
@@ -176,7 +178,7 @@ class Soak:
             "resumed" if resumed else "recovered" if same_incarnation else "restarted"
         )
         noticed_s = None if logs.found_at is None else round(logs.found_at - began, 1)
-        return Fault(
+        fault = Fault(
             role=role,
             kind=kind,
             phase=phase,
@@ -188,6 +190,8 @@ class Soak:
             stopped_s=stopped_s,
             seconds=seconds,
         )
+        self.faults.append(fault)
+        return fault
 
     def finish(self) -> int:
         """Stop the run, then bring it to an end two steps later; how many steps that
@@ -445,7 +449,6 @@ def soak(
     broke, with the reason. Raises what a broken run raises."""
     run = Soak(folder, flags)
     started = time.monotonic()
-    faults: list[Fault] = []
     checked: dict[str, int] = {}
     broke = ""
     try:
@@ -454,8 +457,8 @@ def soak(
             if time.monotonic() - started > 60 * minutes:
                 break
             broke = f"{role}, {kind}, {phase}: "
-            faults.append(run.inflict(role, phase, kind))
-            print(f"[{time.monotonic() - started:6.0f} s] {faults[-1]}", flush=True)
+            fault = run.inflict(role, phase, kind)
+            print(f"[{time.monotonic() - started:6.0f} s] {fault}", flush=True)
         broke = "at the end: "
         checked = check_run(folder, run.finish())
         broke = ""
@@ -467,17 +470,17 @@ def soak(
         result = {
             "seed": seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
-            "faults": len(faults),
+            "faults": len(run.faults),
             "outcomes": Counter(
-                f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults
+                f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in run.faults
             ),
-            "covered": _coverage(faults),
+            "covered": _coverage(run.faults),
             "run": checked,
             "broke": broke,
-            "each": [asdict(fault) for fault in faults],
+            "each": [asdict(fault) for fault in run.faults],
         }
         out.write_text(json.dumps(result, indent=2) + "\n")
-    return f"{len(faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"
+    return f"{len(run.faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"
 
 
 if __name__ == "__main__":

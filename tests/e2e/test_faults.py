@@ -38,6 +38,7 @@ FAULTS = {
     "gcs": "train",
     "supervisor": "sync",
 }
+RAY_ROLES = ("raylet", "gcs")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,16 @@ class Trusting(BaseHTTPRequestHandler):
 
 
 @pytest.mark.timeout(DEADLINE_S)
-@pytest.mark.parametrize("role", [role for role in FAULTS if role != "supervisor"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        # The run starts again after the death of one of Ray's processes, as after the
+        # driver's.
+        pytest.param(role, marks=pytest.mark.slow if role in RAY_ROLES else ())
+        for role in FAULTS
+        if role != "supervisor"
+    ],
+)
 def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
     recovers = ("worker", "engine", "gateway", "router", "fork parent")
@@ -144,8 +154,9 @@ def test_repeated_command_of_a_dead_supervisor_trains_on_and_after_all_faults_no
     run.wait_for_end()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
     assert counts["rollouts_trained"] == steps * 16
-    # The first, and one after each of six faults.
-    assert counts["incarnations"] == 7
+    # The first, and one after each fault that no process recovers from.
+    restarts = [fault for fault in run.faults if fault.outcome != "recovered"]
+    assert counts["incarnations"] == 1 + len(restarts)
     assert "ends once: yes" in invrl(folder, "ledger", str(folder / "faults"))
     place = str(folder / "faults")
     left = [

@@ -70,6 +70,7 @@ def computed(trainer: Trainer) -> tuple[list[NDArray], list[Step]]:
     return logprobs, trainer.steps()
 
 
+@pytest.mark.slow
 def test_bfloat16_layouts_differ_from_one_process_only_by_rounding(
     pool: RankPool, model: Path
 ) -> None:
