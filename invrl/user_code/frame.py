@@ -28,7 +28,7 @@ def _library_folders() -> tuple[str, ...]:
     folders = {
         installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
     }
-    folders.add(str(Path(__file__).parent))
+    folders.add(str(Path(__file__).parents[1]))
     return tuple(str(Path(folder).resolve()) for folder in folders)
 
 
@@ -40,13 +40,15 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
     "FILE:LINE, in NAME: TEXT".
 
     Returns "" if there is none. In a group of exceptions, the first one is examined
-    first. `function` is the user's function that was called, if known.
+    first; the cause of an exception only if that has no such line: a coroutine turns
+    a StopIteration into a RuntimeError that begins outside of it. `function` is the
+    user's function that was called, if known.
     """
     function_file = ""
     if function is not None:
         function_file = _source_file(function)
-    for inner_error in _innermost_first(error):
-        line = _last_user_line(inner_error.__traceback__, function_file)
+    for examined in _examined(error):
+        line = _last_user_line(examined.__traceback__, function_file)
         if line:
             return line
     return ""
@@ -82,10 +84,12 @@ def returned_at(function: Callable[..., Any]) -> str:
     return _format_line(file, line_number, getattr(code, "__name__", ""))
 
 
-def _innermost_first(error: BaseException) -> Iterator[BaseException]:
+def _examined(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        yield from _innermost_first(error.exceptions[0])
+        yield from _examined(error.exceptions[0])
     yield error
+    if error.__cause__ is not None:
+        yield error.__cause__
 
 
 def _last_user_line(trace: TracebackType | None, function_file: str) -> str:

@@ -21,7 +21,7 @@ AGENT = """\
 import asyncio
 import json
 import functools
-
+from invrl.types.metrics import resolve
 
 async def misspelt(task, endpoint):
     await asyncio.sleep(0)
@@ -80,6 +80,18 @@ class Agent:
 
 
 agent = Agent()
+
+
+async def stops(task, endpoint):
+    next(iter([]))
+
+
+def stops_in_thread(task, endpoint):
+    return next(iter([]))
+
+
+async def misuses_the_package(task, endpoint):
+    resolve("no metrics")
 """
 
 
@@ -118,6 +130,15 @@ async def failure_of(function: Any, reward_function: Any = None) -> Failure:
         (
             "grouped",
             'at my_agent.py:8, in misspelt: return float(task.payload["awnser"] == "4")',
+        ),
+        ("stops", "at my_agent.py:66, in stops: next(iter([]))"),
+        (
+            "stops_in_thread",
+            "at my_agent.py:70, in stops_in_thread: return next(iter([]))",
+        ),
+        (
+            "misuses_the_package",
+            'at my_agent.py:74, in misuses_the_package: resolve("no metrics")',
         ),
     ],
 )
