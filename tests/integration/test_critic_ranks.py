@@ -16,7 +16,7 @@ from rank_pool import Arrays, RankPool
 from slow_cases import first_quick
 from test_critic import BATCHES, BOUND, EXACT, with_critic
 from tiny_model import make_tiny_model
-from train_reference import random_batch, worst
+from train_reference import check_same_bits, random_batch, worst
 
 from invrl.errors import ServerError, TrainError
 from invrl.host.processes.process import random_key, still_running
@@ -129,9 +129,7 @@ def compared(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def assert_same(found: Arrays, expected: Arrays, *, exactly: bool) -> None:
     if exactly:
         assert found.keys() == expected.keys()
-        assert all(
-            np.array_equal(array, expected[name]) for name, array in found.items()
-        )
+        check_same_bits(found, expected)
         return
     gap, name = worst(found, expected)
     assert gap < BOUND, name

@@ -472,7 +472,7 @@ def test_step_with_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
     assert worst(after, fresh.weights())[0] == 0.0
 
 
-def test_context_ranks_take_a_row_longer_than_one_ranks_limit(
+def test_context_ranks_take_a_sample_longer_than_one_ranks_limit(
     pool: RankPool, models: Models
 ) -> None:
     """77 tokens, where one rank takes 41 and two take 82."""
@@ -547,7 +547,7 @@ def test_comparison_finds_expert_gradients_that_are_not_reduced(
         check_same_steps(trainer.steps(), alone("qwen3_moe", 2).steps[:2])
 
 
-def test_replica_without_rows_computes_experts_for_other_ranks(
+def test_replica_without_samples_computes_experts_for_other_ranks(
     pool: RankPool, models: Models, alone: Alone
 ) -> None:
     """It takes part in as many micro-batches as the ranks with which it divides the

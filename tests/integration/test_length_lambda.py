@@ -12,7 +12,7 @@ import torch
 from rank_pool import RankPool
 from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
-from train_reference import Reference, Tensors, random_batch, worst
+from train_reference import Reference, Tensors, check_same_bits, random_batch, worst
 
 from invrl.algorithms.config import (
     AlgorithmConfig,
@@ -179,9 +179,8 @@ def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(
         trainer = pool.build(model, train=EXACT, algorithm=algorithm)
         trainer.train(batch, steps=2)
         weights.append(trainer.weights())
-    assert all(
-        np.array_equal(weights[0][name], weights[1][name]) for name in weights[0]
-    )
+    first, second = weights
+    check_same_bits(first, second)
 
 
 def test_skipped_step_does_not_move_the_length_exponent(
@@ -234,7 +233,4 @@ def test_checkpoint_restores_the_length_exponent_bit_for_bit(
     assert saved[0] not in (2.0, after[0])
     resumed.train(random_batch(2), steps=2)
     assert resumed.each("length_lambda") == after
-    assert all(
-        np.array_equal(weight, weights[key])
-        for key, weight in resumed.weights().items()
-    )
+    check_same_bits(resumed.weights(), weights)

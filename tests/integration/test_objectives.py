@@ -12,7 +12,7 @@ import torch
 from rank_pool import RankPool
 from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
-from train_reference import Reference, Tensors, random_batch, worst
+from train_reference import Reference, Tensors, check_same_bits, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import PluginError, TrainError
@@ -100,7 +100,7 @@ class ExactEverything(Reference):
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_user_objective_reads_columns_numbers_entropies_and_other_rows(
+def test_user_objective_reads_columns_numbers_entropies_and_other_samples(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
     """Two optimizer steps: in the second one the policy is no longer the reference, and
@@ -158,7 +158,7 @@ class ExactSequences(ExactEverything):
 
 
 @pytest.mark.parametrize("name", first_quick(["CP", "DP", "one process"]))
-def test_sequence_ratio_does_not_depend_on_how_rows_are_divided(
+def test_sequence_ratio_does_not_depend_on_how_samples_are_divided(
     pool: RankPool, model: Path, name: str
 ) -> None:
     algorithm = AlgorithmConfig(
@@ -252,12 +252,10 @@ def test_objective_whose_loss_cannot_be_trained_is_named(
     start = trainer.weights()
     with pytest.raises((PluginError, TrainError), match=reason):
         trainer.train(batch_with_numbers(0))
-    assert all(
-        np.array_equal(weight, start[key]) for key, weight in trainer.weights().items()
-    )
+    check_same_bits(trainer.weights(), start)
 
 
-def test_objective_that_overwrites_a_number_of_the_rows_is_refused(
+def test_objective_that_overwrites_a_number_of_the_samples_is_refused(
     pool: RankPool, model: Path
 ) -> None:
     """`couple` returns a number of a name that the rows have."""

@@ -11,7 +11,7 @@ import pytest
 from family_models import make_family_model
 from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
-from train_reference import Reference, random_batch, worst
+from train_reference import Reference, check_same_bits, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig, ReferenceConfig
 from invrl.errors import TrainError
@@ -150,10 +150,7 @@ def test_reference_keeps_the_initial_weights_and_a_failure_in_it_keeps_the_train
             assert brought_in == initial.keys()
         [failed] = trainer.each("fail_in_reference", "decoder.layers.2")
         assert failed
-        assert all(
-            np.array_equal(weight, trained[name])
-            for name, weight in trainer.weights().items()
-        )
+        check_same_bits(trainer.weights(), trained)
 
 
 @pytest.mark.parametrize("name", first_quick(["tp2", "one", "pp2vpp2"]))
@@ -207,11 +204,11 @@ def test_reference_is_reset_to_the_policy_after_the_set_number_of_batches(
     initial = trainer.weights()
     trainer.train(BATCHES[0])
     [during] = trainer.each("weights_in_reference")
-    assert all(np.array_equal(during[key], initial[key]) for key in initial)
+    check_same_bits(during, initial)
     trainer.train(BATCHES[1])
     after = trainer.weights()
     [during] = trainer.each("weights_in_reference")
-    assert all(np.array_equal(during[key], after[key]) for key in after)
+    check_same_bits(during, after)
     assert any((after[key] != initial[key]).any() for key in after)
     frozen = pool.build(policy, train=settings(), algorithm=ALGORITHM)
     frozen.each("save", str(tmp_path / "frozen"))

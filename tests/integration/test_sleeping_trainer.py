@@ -10,7 +10,7 @@ import pytest
 from rank_pool import Arrays, RankPool, Trainer
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
-from train_reference import random_batch, rewarded_batch
+from train_reference import check_same_bits, random_batch, rewarded_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
@@ -47,12 +47,6 @@ def settings(*, sharded: bool, dtype: str) -> TrainConfig:
     )
 
 
-def assert_equal(first: Arrays, second: Arrays) -> None:
-    assert first.keys() == second.keys()
-    for name, values in first.items():
-        assert np.array_equal(values, second[name]), name
-
-
 def learnt(trainer: Trainer) -> list[Arrays]:
     return [trainer.weights(), *(trainer.optimizer_state(name) for name in MOMENTS)]
 
@@ -84,7 +78,7 @@ def test_sleeping_trainer_learns_the_same_as_a_trainer_that_never_sleeps(
         assert np.array_equal(logprobs, others)
     assert sleeper.each("staged", 1) == expected_bytes
     for arrays, others in zip(learnt(sleeper), expected, strict=True):
-        assert_equal(arrays, others)
+        check_same_bits(arrays, others)
 
 
 @DTYPES
@@ -139,7 +133,7 @@ def test_checkpoint_saved_while_asleep_resumes_exactly(
         for batch in batches:
             resumed.train(batch, steps=2)
         for arrays, others in zip(learnt(resumed), expected, strict=True):
-            assert_equal(arrays, others)
+            check_same_bits(arrays, others)
 
 
 @pytest.mark.slow
@@ -160,5 +154,5 @@ def test_critic_on_the_same_ranks_sleeps_too(pool: RankPool, model: Path) -> Non
         sleeper.each("wake")
         sleeper.train(batch)
     for arrays, others in zip(learnt(sleeper), expected, strict=True):
-        assert_equal(arrays, others)
-    assert_equal(sleeper.critic_weights(), expected_critic)
+        check_same_bits(arrays, others)
+    check_same_bits(sleeper.critic_weights(), expected_critic)

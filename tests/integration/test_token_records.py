@@ -143,7 +143,9 @@ def test_no_token_record_is_written_if_turned_off(pool: RankPool, model: Path) -
     assert result.token_records == ()
 
 
-def test_critic_warm_up_batch_has_no_trained_row(pool: RankPool, model: Path) -> None:
+def test_critic_warm_up_batch_has_no_trained_sample(
+    pool: RankPool, model: Path
+) -> None:
     algorithm = AlgorithmConfig(critic=CriticConfig(warmup_steps=1))
     trainer = pool.build(model, train=settings(), algorithm=algorithm)
     [result] = trainer.train_records(rewarded_batch(4))

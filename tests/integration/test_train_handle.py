@@ -262,3 +262,24 @@ async def test_stopped_rank_is_named_whether_it_works_or_waits(
         await working
     handle.stop()
     assert not still_running(processes, within_s=60.0)
+
+
+async def test_death_of_a_rank_that_others_wait_for_in_a_save_ends_the_save_with_its_name(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    actors = rank_actors(model)
+    handle = handle_of(actors, steps=2, layout=DP2)
+    await handle.start()
+    await handle.train(random_batch(0))
+    processes = processes_of(actors)
+    processes[1].suspend()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    save = asyncio.create_task(checkpoints.save(handle, 0, b"the buffer"))
+    await asyncio.sleep(1.0)
+    assert not save.done(), "rank 0 waits for rank 1"
+    processes[1].kill()
+    with pytest.raises(TrainError, match="trainer rank 1 failed in save_checkpoint"):
+        await asyncio.wait_for(save, 60)
+    assert checkpoints.all() == []
+    assert still_running(processes, within_s=60) == []

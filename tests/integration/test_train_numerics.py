@@ -293,7 +293,7 @@ def test_saved_model_has_the_chat_template_it_was_trained_with(
 @pytest.mark.parametrize("share", first_quick([True, False]))
 @pytest.mark.parametrize("max_tokens", first_quick([40, 4096]))
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_packed_rows_have_the_logprobs_of_each_row_alone(
+def test_packed_samples_have_the_logprobs_of_each_sample_alone(
     pool: RankPool, tmp_path: Path, family: str, share: bool, max_tokens: int
 ) -> None:
     """Every way that a tree may be laid out, against one row at a time, without a

@@ -13,7 +13,7 @@ import pytest
 from rank_pool import Arrays, RankPool, Trainer
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
-from train_reference import random_batch, worst
+from train_reference import check_same_bits, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DiskFullError, TrainError
@@ -89,7 +89,7 @@ def test_two_ranks_take_the_steps_of_one(
     numbers = train_all(pair)
     first, second = pair.each("weights")
     expected_numbers, expected = alone
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    check_same_bits(first, second)
     gap, name = worst(first, expected)
     assert gap < BOUND, name
     for measured, single in zip(numbers, expected_numbers, strict=True):
@@ -138,7 +138,7 @@ def test_checkpoint_resumes_exactly(
         resumed.each("load", str(tmp_path / "saved"))
         repeated = resolve(resumed.train(BATCHES[2], steps=2))
         weights = resumed.weights()
-        assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+        check_same_bits(weights, expected)
         assert repeated["lr"] == numbers["lr"]
 
 
@@ -208,20 +208,14 @@ def test_batch_without_signal_changes_no_state(
     assert numbers["optimizer_steps"] == 0
     assert numbers["skipped_steps"] == 2
     assert numbers["grad_norm"] == 0
-    assert all(
-        np.array_equal(weight, start[name])
-        for name, weight in trainer.weights().items()
-    )
+    check_same_bits(trainer.weights(), start)
     after = resolve(trainer.train(BATCHES[2], steps=2))
     assert (after["optimizer_steps"], after["skipped_steps"]) == (2, 0)
     weights = trainer.weights()
     other = pool.build(model, ranks=ranks, train=train)
     other.train(BATCHES[0])
     assert resolve(other.train(BATCHES[2], steps=2))["lr"] == after["lr"]
-    assert all(
-        np.array_equal(weight, weights[name])
-        for name, weight in other.weights().items()
-    )
+    check_same_bits(other.weights(), weights)
 
 
 def test_mini_batch_without_signal_makes_no_step(pool: RankPool, model: Path) -> None:
@@ -275,7 +269,7 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(
     resumed.each("load", str(tmp_path / "saved"))
     resumed.train(BATCHES[2], steps=2)
     weights = resumed.weights()
-    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+    check_same_bits(weights, expected)
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
@@ -435,7 +429,7 @@ def test_save_for_which_one_rank_finds_no_space_ends_on_all_and_the_next_succeed
     trainer.train(BATCHES[1])
     trainer.each("load", str(tmp_path / "saved"))
     loaded = trainer.weights()
-    assert all(np.array_equal(loaded[name], weights[name]) for name in weights)
+    check_same_bits(loaded, weights)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -490,7 +484,7 @@ def test_ten_steps_repeat_bit_for_bit(
             assert numbers["optimizer_steps"] == 1
         runs.append(trainer.weights())
     first, second = runs
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    check_same_bits(first, second)
 
 
 def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
@@ -518,10 +512,7 @@ def test_loss_that_is_not_finite_changes_no_state(
     assert numbers["skipped_steps"] == 0
     assert all(np.isfinite(value) for value in numbers.values()), numbers
     assert "loss" not in numbers
-    assert all(
-        np.array_equal(weight, start[name])
-        for name, weight in trainer.weights().items()
-    )
+    check_same_bits(trainer.weights(), start)
     numbers = resolve(trainer.train(with_advantage(BATCHES[2], bad), steps=2))
     assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (1, 1)
     assert numbers["loss"] != 0
@@ -530,9 +521,7 @@ def test_loss_that_is_not_finite_changes_no_state(
     fresh.train(BATCHES[0])
     second_half = mini_batches(BATCHES[2], 2)[1]
     fresh.train(second_half)
-    assert all(
-        np.array_equal(weight, after[name]) for name, weight in fresh.weights().items()
-    )
+    check_same_bits(fresh.weights(), after)
 
 
 def row_means(batch: TrainBatch) -> list[float]:
@@ -602,10 +591,7 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run(
         TrainError, match=r"(?s)2 of at most 2 such steps in a row.*max-nonfinite-steps"
     ):
         trainer.train(bad)
-    assert all(
-        np.array_equal(weight, weights[name])
-        for name, weight in trainer.weights().items()
-    )
+    check_same_bits(trainer.weights(), weights)
 
 
 def test_gradient_that_is_not_finite_changes_no_state(
@@ -622,10 +608,7 @@ def test_gradient_that_is_not_finite_changes_no_state(
     assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (0, 1)
     with pytest.raises(TrainError, match="NaN"):
         trainer.train(BATCHES[0])
-    assert all(
-        np.array_equal(weight, start[name])
-        for name, weight in trainer.weights().items()
-    )
+    check_same_bits(trainer.weights(), start)
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
@@ -648,10 +631,7 @@ def test_batch_without_trained_tokens_makes_no_step(
         assert numbers["optimizer_steps"] == 0
         assert numbers["skipped_steps"] == 0
         assert numbers["tokens"] == 0
-        assert all(
-            np.array_equal(weight, start[name])
-            for name, weight in trainer.weights().items()
-        )
+        check_same_bits(trainer.weights(), start)
 
 
 @pytest.mark.parametrize("bound", [None, 0.1])

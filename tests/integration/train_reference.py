@@ -167,9 +167,15 @@ def relative(
 
 
 def worst(measured: Arrays, expected: Arrays | Tensors) -> tuple[float, str]:
-    """The largest relative difference of a tensor, and which it is."""
+    """Return the largest relative difference of a tensor, and its name."""
     assert measured.keys() == expected.keys()
     return max((relative(measured[name], expected[name]), name) for name in expected)
+
+
+def check_same_bits(measured: Arrays, expected: Arrays) -> None:
+    assert measured.keys() == expected.keys()
+    for name in expected:
+        assert np.array_equal(measured[name], expected[name]), name
 
 
 # ----------------------------------------------------------------- batches

@@ -605,7 +605,7 @@ def test_float32_loss_axes_are_near_float64(
     config=configs,
     data=st.data(),
 )
-def test_loss_does_not_depend_on_order_or_division_of_rows(
+def test_loss_does_not_depend_on_order_or_division_of_samples(
     lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
 ) -> None:
     """Into micro-batches, of which some may be empty: the sum of losses, each token's
@@ -670,7 +670,7 @@ def test_sequence_ratio_levels_differ_only_where_advantages_differ() -> None:
     assert second.item() == 0.0
 
 
-def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
+def test_a_rejected_sample_has_no_gradient_and_stays_in_the_denominator() -> None:
     first, second = random_rows([3, 4], 0)
     far = replace(first, rollout_logprobs=[old - 1.0 for old in first.old])
     near = replace(second, rollout_logprobs=second.old)
@@ -757,7 +757,7 @@ def test_gradient_of_each_kl_estimator_equals_its_table(
     ).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
 
 
-def test_sum_to_go_restarts_with_each_row() -> None:
+def test_sum_to_go_restarts_with_each_sample() -> None:
     from invrl.algorithms.policy_loss.kl import to_go
 
     rows = Samples.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))

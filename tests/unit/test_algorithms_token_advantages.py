@@ -191,7 +191,7 @@ def test_exact_value_leaves_exactly_zero_advantage() -> None:
     assert foretold.advantages_T.tolist() == [0.0] * 5
 
 
-def test_untrained_row_has_no_token_advantages() -> None:
+def test_untrained_sample_has_no_token_advantages() -> None:
     mask = np.zeros(3, np.bool_)
     ones = np.ones(3)
     for credit in (gae(ones, ones, mask), v_trace(ones, ones, ones, mask)):

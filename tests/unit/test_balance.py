@@ -72,7 +72,7 @@ def check_capacity(bins: list[list[int]], rows: list[Tokens], capacity: int) -> 
     capacity=st.integers(1, 25),
 )
 @settings(max_examples=500, deadline=None)
-def test_every_row_is_in_exactly_one_bin_within_its_capacity(
+def test_every_sample_is_in_exactly_one_bin_within_its_capacity(
     rows: list[Tokens], capacity: int
 ) -> None:
     lengths = [len(row) for row in rows]
@@ -85,7 +85,7 @@ def test_every_row_is_in_exactly_one_bin_within_its_capacity(
 
 
 @pytest.mark.parametrize("seed", first_quick(range(3)))
-def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
+def test_ten_thousand_long_tailed_samples_fill_their_bins(seed: int) -> None:
     lengths = long_tailed(np.random.default_rng(seed), 10_000)
     capacity = 16_384
     bins = pack_into_bins(lengths, [0] * len(lengths), capacity=capacity)
@@ -153,7 +153,7 @@ def test_group_that_fits_into_a_bin_is_computed_once(system: int) -> None:
     prefix=st.integers(0, 2),
 )
 @settings(max_examples=500, deadline=None)
-def test_evening_out_bins_keeps_their_rows_and_raises_no_maximum_cost(
+def test_evening_out_bins_keeps_their_samples_and_raises_no_maximum_cost(
     rows: list[Tokens], capacity: int, prefix: int
 ) -> None:
     rows = sorted((0,) * prefix + row for row in rows)
@@ -267,7 +267,7 @@ def work_by_rank(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[float
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
+def test_ten_thousand_long_tailed_samples_are_balanced(ranks: int) -> None:
     batch = long_tailed_batch(np.random.default_rng(0), 1250, 8)
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
@@ -352,7 +352,7 @@ def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:
     assert {len(ranks) for ranks in ranks_by_rollout.values()} == {1}
 
 
-def test_cost_of_a_long_row_includes_attention() -> None:
+def test_cost_of_a_long_sample_includes_attention() -> None:
     """One row of 32,000 tokens costs as much as many of 1,000: without attention it
     would be 32 of them."""
     template = long_tailed_batch(np.random.default_rng(2), 1, 1, longest=1)

@@ -71,7 +71,7 @@ def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> 
 
 
 @pytest.mark.parametrize("sorted_by_length", [False, True])
-def test_a_plain_step_pads_every_row_once(sorted_by_length: bool) -> None:
+def test_a_plain_step_pads_every_sample_once(sorted_by_length: bool) -> None:
     batch = make_batch("long_tailed", num_tokens=4096, longest=1024, vocab_size=500)
     padded = pad_batch(batch, tokens=1024, sorted_by_length=sorted_by_length)
     row_lengths: list[int] = []

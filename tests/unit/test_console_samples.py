@@ -62,7 +62,7 @@ def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
     assert distinct() == 0
 
 
-def test_a_rollout_of_several_rows_is_one_reply() -> None:
+def test_a_rollout_of_several_samples_is_one_reply() -> None:
     """Branches and turns count with their rollout: what it said altogether."""
     rows_of_rollout = (
         row("a", [9], [1]),

@@ -171,7 +171,7 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_long_row_is_divided_evenly(ranks: int) -> None:
+def test_a_long_sample_is_divided_evenly(ranks: int) -> None:
     """Tokens to within one of each piece, and keys seen to within a percent."""
     length = 2001
     row = TokenSequence(

@@ -185,7 +185,7 @@ def row(
     )
 
 
-def test_length_of_a_rollout_is_over_all_its_rows() -> None:
+def test_length_of_a_rollout_is_over_all_its_samples() -> None:
     samples = [
         row("a", "a0", 10),
         row("b", "b0", 7),
@@ -210,7 +210,7 @@ def test_length_of_a_rollout_is_over_all_its_rows() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
+def test_order_of_samples_does_not_change_length_weights(seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for number in range(12):

@@ -66,7 +66,7 @@ def test_only_replies_and_their_end_tokens_are_trained() -> None:
     )
 
 
-def test_kept_thinking_makes_one_branch_and_dropped_thinking_several() -> None:
+def test_kept_thinking_makes_one_trajectory_and_dropped_thinking_several() -> None:
     dialogue = conversation(ASK, THOUGHT, MORE, THOUGHT)
     first = "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n"
     second = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
@@ -93,7 +93,7 @@ def test_refused_thinking_is_context_and_not_trained() -> None:
     )
 
 
-def test_reply_of_weight_0_is_only_context_of_its_branch() -> None:
+def test_reply_of_weight_0_is_only_context_of_its_trajectory() -> None:
     renderer = renderer_of("llama3.2")
     [trajectory] = trajectories(
         renderer, conversation(ASK, {**REPLY, "weight": 0}, MORE, THOUGHT)

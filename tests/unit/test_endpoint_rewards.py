@@ -20,7 +20,7 @@ def endpoint_of(session: Session) -> SessionEndpoint:
     return SessionEndpoint(session, model="tiny", timeout_s=60.0, pool=ConnectionPool())
 
 
-async def test_turns_branches_and_children_are_rewarded(gateway: Running):
+async def test_turns_trajectories_and_children_are_rewarded(gateway: Running):
     [session] = await gateway.open()
     endpoint = endpoint_of(session)
     client = endpoint.openai()

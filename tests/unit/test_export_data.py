@@ -550,7 +550,7 @@ async def test_text_with_other_ids_is_written_and_reported(
     assert "1  the text that was sampled, in other ids" in capsys.readouterr().out
 
 
-async def test_exported_rows_train_only_sampled_and_delivered_tokens(
+async def test_exported_samples_train_only_sampled_and_delivered_tokens(
     gateway: Running, run: RecordedRun, renderer: Renderer
 ) -> None:
     [session] = await gateway.open()
@@ -582,7 +582,7 @@ async def test_exported_rows_train_only_sampled_and_delivered_tokens(
     assert_same_tokens(written, [main])
 
 
-async def test_branches_become_rows_and_shared_turns_are_trained_once(
+async def test_trajectories_become_samples_and_shared_turns_are_trained_once(
     gateway: Running,
     run: RecordedRun,
     renderer: Renderer,
@@ -641,7 +641,7 @@ async def test_raw_completions_are_left_out(
     )
 
 
-async def test_rollout_of_several_branches_is_not_used_in_pairs(
+async def test_rollout_of_several_trajectories_is_not_used_in_pairs(
     gateway: Running,
     run: RecordedRun,
     renderer: Renderer,

@@ -191,7 +191,7 @@ def test_saved_batches_without_a_declared_column_are_refused() -> None:
 # ----------------------------------------------- over HTTP, to the rows and to a file
 
 
-async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
+async def test_extra_numbers_reach_the_samples_and_a_saved_batch(
     gateway: Running, tmp_path: Path
 ) -> None:
     [session] = await gateway.open()
@@ -745,7 +745,7 @@ number = st.floats(-100, 100, width=32)
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), turns=forests())
-def test_each_trained_token_has_its_own_number_in_exactly_one_row(
+def test_each_trained_token_has_its_own_number_in_exactly_one_sample(
     data: st.DataObject, turns: list[Turn]
 ) -> None:
     """Compared with a table by token id: every sampled id is unique."""

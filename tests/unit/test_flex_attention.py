@@ -209,7 +209,7 @@ def test_layers_of_each_window_size_have_their_own_mask(in_one_kernel: bool) -> 
         (9, torch.bfloat16, None, False),
     ],
 )
-def test_few_long_rows_use_flash_attention_calls(
+def test_few_long_samples_use_flash_attention_calls(
     num_rows: int, dtype: torch.dtype, window: int | None, calls_are_faster: bool
 ) -> None:
     device.prepare()
@@ -237,7 +237,7 @@ def test_few_long_rows_use_flash_attention_calls(
     assert isinstance(packed_row.attention[window], TreeMask) != calls_are_faster
 
 
-def test_rows_that_share_a_prefix_use_one_kernel() -> None:
+def test_samples_that_share_a_prefix_use_one_kernel() -> None:
     device.prepare()
     from invrl.train.layers.attention import PackedRow
 

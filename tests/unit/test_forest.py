@@ -336,7 +336,7 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
 
-def test_branch_whose_call_ids_the_client_has_continues():
+def test_trajectory_whose_call_ids_the_client_has_continues():
     """Two samples made the same calls behind other thinking, which the client leaves
     out."""
     forest = Forest()

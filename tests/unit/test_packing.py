@@ -79,7 +79,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     max_tokens=st.sampled_from([5, 1000]),
     more=st.integers(0, 4),
 )
-def test_packed_token_counts_the_rows_that_share_it(
+def test_packed_token_counts_the_samples_that_share_it(
     data: list[TokenSequence], max_tokens: int, more: int
 ) -> None:
     for packed in pack(data, max_tokens=max_tokens, share_prefixes=True):
@@ -152,7 +152,7 @@ def equal_rows(count: int, prompt: int, answer: int) -> list[TokenSequence]:
     return [replace(row) for _ in range(count)]
 
 
-def test_equal_rows_share_their_logits() -> None:
+def test_equal_samples_share_their_logits() -> None:
     """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits
     for each trained token would be 131,072 of them."""
     rows = equal_rows(256, prompt=512, answer=512)
@@ -163,7 +163,7 @@ def test_equal_rows_share_their_logits() -> None:
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
-def test_placing_picked_values_restores_the_rows(
+def test_placing_picked_values_restores_the_samples(
     data: list[TokenSequence], max_tokens: int
 ) -> None:
     values: list[np.ndarray] = []
@@ -205,7 +205,7 @@ def sample_ids(mini_batches: Iterable[TrainBatch]) -> list[int]:
     steps=st.integers(1, 4),
 )
 @settings(deadline=None)
-def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ranks(
+def test_shards_hold_every_trained_sample_once_and_mini_batches_do_not_depend_on_ranks(
     batch: TrainBatch, ranks: int, steps: int
 ) -> None:
     shards = shard_batch(batch, ranks=ranks, steps=steps)
@@ -281,7 +281,7 @@ def routed_row(tokens: list[int], experts: list[int]) -> TokenSequence:
     )
 
 
-def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> None:
+def test_shared_tokens_take_the_experts_of_the_first_sample_that_knows_them() -> None:
     unrecorded_row = TokenSequence(
         tokens_T=np.array([2, 2], np.int32),
         wanted_N=np.array([1]),
@@ -303,7 +303,7 @@ def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> No
     assert padded_experts == [3, 6, 5, 7, -1, -1, -1, -1]
 
 
-def test_rows_without_experts_make_micro_batches_without_experts() -> None:
+def test_samples_without_experts_make_micro_batches_without_experts() -> None:
     [micro_batch] = pack(equal_rows(3, 5, 4), max_tokens=10_000, share_prefixes=True)
     assert micro_batch.experts_PLK is None
     assert micro_batch.num_unrecorded == len(micro_batch.tokens_P)

@@ -70,7 +70,7 @@ def check_exact(
         assert request["input_ids"] == path
 
 
-async def test_a_chain_of_previous_responses_is_one_branch(
+async def test_a_chain_of_previous_responses_is_one_trajectory(
     gateway: Running, renderer: Renderer
 ):
     say(gateway, renderer, "156.", "Yes.", "Bye.")
@@ -121,7 +121,7 @@ async def test_a_chain_of_previous_responses_is_one_branch(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tools_loop_sent_back_as_items_is_one_branch(
+async def test_a_tools_loop_sent_back_as_items_is_one_trajectory(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     calls = "Let me see." + CALL % 12 + "\n" + CALL % 13
@@ -212,7 +212,7 @@ def references(response: Response) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_items_referred_to_by_id_are_one_branch(
+async def test_items_referred_to_by_id_are_one_trajectory(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     in_between = CALL % 1 + "A second." + CALL % 2 + "And done."

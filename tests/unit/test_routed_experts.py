@@ -149,7 +149,7 @@ def expected(sample: TrainSample) -> NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_row_has_the_experts_of_all_its_turns(
+async def test_a_sample_has_the_experts_of_all_its_turns(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,

@@ -299,7 +299,7 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
     writer.close()
 
 
-def test_branches_of_a_forest_are_its_root_to_leaf_paths():
+def test_trajectories_of_a_forest_are_its_root_to_leaf_paths():
     turns = [
         turn("1"),
         turn("2", parent="1"),

@@ -158,7 +158,7 @@ def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:
     return most
 
 
-def test_long_row_has_the_masks_of_one_call() -> None:
+def test_long_sample_has_the_masks_of_one_call() -> None:
     """A row of 32,768 tokens on two ranks: 128 MiB, where explicit masks took 1.5
     GB."""
     length = 32_768
@@ -171,7 +171,7 @@ def test_long_row_has_the_masks_of_one_call() -> None:
     assert 0 < mask_bytes(micro_batch, 2) <= sdpa.QUERY_CHUNK * length * 4
 
 
-def test_branches_of_a_tree_share_one_mask() -> None:
+def test_trajectories_of_a_tree_share_one_mask() -> None:
     prompt = np.zeros(3000, np.int32)
     data = [
         TokenSequence(

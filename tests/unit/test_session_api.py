@@ -293,7 +293,7 @@ async def test_session_limits_can_only_be_lowered(
 # ----------------------------------------------------------------- rewards
 
 
-async def test_rewards_of_turns_and_branches_reach_the_rows(gateway: Running):
+async def test_rewards_of_turns_and_trajectories_reach_the_samples(gateway: Running):
     [session] = await gateway.open()
     first = await chat(gateway, session)
     reply = first.choices[0].message.model_dump()

@@ -64,7 +64,7 @@ def members(name: str, rewards: Sequence[float]) -> list[RolloutSummary]:
     return [summary(f"{name}.{n}", name, n, reward) for n, reward in enumerate(rewards)]
 
 
-def test_rows_record_whether_their_rollout_solved_its_task() -> None:
+def test_samples_record_whether_their_rollout_solved_its_task() -> None:
     """By the environment's reward, before it is shaped, on every row of the rollout."""
     group = members("g", [0.0, 0.5, 1.0])
     algorithm = AlgorithmConfig(solved_nll_coef=0.1, length_penalty=5.0)
@@ -113,7 +113,7 @@ def test_reinforce_baseline_is_over_the_batch() -> None:
     assert firsts(batch) == [-1.0, -1.0, 2.0]
 
 
-def test_reinforce_counts_a_rollout_once_for_any_number_of_rows() -> None:
+def test_reinforce_counts_a_rollout_once_for_any_number_of_samples() -> None:
     first = members("g", [0.0, 0.0])
     second = members("h", [3.0])
     batch = built(first, second, advantage="reinforce", num_branches=3)

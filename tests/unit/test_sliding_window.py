@@ -80,7 +80,7 @@ def test_token_attends_to_its_last_ancestors_within_the_window(
     assert np.array_equal(limited_PP, everything_PP & near_PP)
 
 
-def test_window_longer_than_every_row_changes_no_attention_call() -> None:
+def test_window_longer_than_every_sample_changes_no_attention_call() -> None:
     micro_batch = pack_one([[1, 2, 3, 4, 5], [1, 2, 9, 9]])
     limited = windowed(micro_batch.blocks, micro_batch.positions_P, 4)
     assert [

@@ -185,7 +185,7 @@ async def test_temporary_failure_of_the_teacher_is_retried(
         await teacher_at(server.url).score(batch_of(([1, 2], [1])))
 
 
-async def test_teacher_scores_at_most_the_set_number_of_rows_at_once(
+async def test_teacher_scores_at_most_the_set_number_of_samples_at_once(
     server: TeacherServer,
 ) -> None:
     scores = server.generate
@@ -219,7 +219,7 @@ async def test_hung_teacher_ends_at_the_deadline(server: TeacherServer) -> None:
         (None, "scored no tokens"),
     ],
 )
-async def test_teacher_reply_that_does_not_fit_the_row_is_an_error(
+async def test_teacher_reply_that_does_not_fit_the_sample_is_an_error(
     server: TeacherServer, entries: Any, reason: str
 ) -> None:
     server.generate = lambda body: {"meta_info": {"input_token_logprobs": entries}}
@@ -237,7 +237,7 @@ async def test_teacher_reply_that_does_not_fit_the_row_is_an_error(
         ),
     ],
 )
-async def test_rows_sampled_from_a_changed_distribution_are_refused(
+async def test_samples_sampled_from_a_changed_distribution_are_refused(
     server: TeacherServer, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

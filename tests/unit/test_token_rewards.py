@@ -79,7 +79,7 @@ def test_final_reward_is_not_placed_on_an_undelivered_turn() -> None:
         ("add", 2.5),
     ],
 )
-def test_each_row_ends_with_the_reward_of_its_branch(
+def test_each_sample_ends_with_the_reward_of_its_trajectory(
     use: RewardUse,
     last_of_right: float,
 ) -> None:
@@ -176,7 +176,7 @@ def test_reward_columns_are_added_on_trained_tokens() -> None:
     assert rewards_T.tolist() == [0.0, 0.5, -1.0]
 
 
-def test_row_without_a_trained_token_has_no_rewards() -> None:
+def test_sample_without_a_trained_token_has_no_rewards() -> None:
     turns = [turn("root", None, [1], [2, 3])]
     column_T = np.array([9.0, 0.25, -1.0], np.float32)
     untrained_T = np.zeros(3, np.bool_)

@@ -76,7 +76,7 @@ def test_a_sampled_token_without_a_logprob_is_not_trained() -> None:
     assert turn.advantages_N.tolist() == [0, 1, 2]
 
 
-def test_untrained_rows_and_rows_without_turns_leave_no_record() -> None:
+def test_untrained_samples_and_samples_without_turns_leave_no_record() -> None:
     with_turns = row_of_turns(("a", 1, 2, True))
     batch = batch_of(
         with_turns, replace(row_of_turns(("b", 1, 2, True)), turn_ids=(), turn_spans=())

@@ -31,7 +31,7 @@ from invrl.types.turns import Turn
 from invrl.types.weights import WeightVersion
 
 
-def test_one_branch_is_one_row() -> None:
+def test_one_trajectory_is_one_sample() -> None:
     a = turn("a", None, [1, 2], [3, 4], version=0)
     b = turn("b", "a", [5], [6], version=1)
     (row,) = training_rows(rollout([a, b]))
@@ -49,7 +49,7 @@ def test_one_branch_is_one_row() -> None:
     assert row.versions_T.dtype == np.int32
 
 
-def test_a_shared_turn_is_trained_in_the_first_branch_only() -> None:
+def test_a_shared_turn_is_trained_in_the_first_trajectory_only() -> None:
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
     c = turn("c", "a", [5], [6])
@@ -69,7 +69,7 @@ def test_an_undelivered_or_aborted_leaf_is_cut_off() -> None:
     assert row.tokens_T.tolist() == [1, 2]
 
 
-def test_branch_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_branch_contains_it() -> (
+def test_trajectory_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_trajectory_contains_it() -> (
     None
 ):
     a = turn("a", None, [1], [2])
@@ -95,7 +95,7 @@ def test_the_first_token_is_never_trained() -> None:
     assert training_rows(rollout([turn("a", None, [], [7])])) == []
 
 
-def test_a_rollout_without_trained_tokens_has_no_row() -> None:
+def test_a_rollout_without_trained_tokens_has_no_sample() -> None:
     assert training_rows(rollout([turn("a", None, [1], [2], delivered=False)])) == []
     assert training_rows(rollout([turn("a", None, [1], [])])) == []
     assert training_rows(rollout()) == []
@@ -191,7 +191,7 @@ def test_ages_of_a_batch_include_its_masked_tokens(masks_stale: bool) -> None:
 # ----------------------------------------------------------------- batches
 
 
-def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
+def test_a_rollout_of_two_samples_counts_once_in_the_baseline() -> None:
     """Rewards 0, 0, 3: the mean is 1, though the rollout with 3 has two rows of three
     tokens in all."""
     batch = taken(("g", [0.0, 0.0, 3.0]))
@@ -219,7 +219,7 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert all(row_T.dtype == np.float32 for row_T in train_batch.advantages)
 
 
-def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
+def test_sample_takes_the_trajectory_reward_of_its_last_rewarded_turn() -> None:
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
     c = turn("c", "a", [5], [6])
@@ -228,7 +228,7 @@ def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
     assert [row.reward for row in rows] == [0.5, 0.25]
 
 
-def test_untrained_roots_make_no_rows() -> None:
+def test_untrained_roots_make_no_samples() -> None:
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
     c = turn("c", None, [5], [6])
@@ -463,7 +463,7 @@ def family(use: RewardUse) -> list[list[float]]:
     return [row_T[1::2].tolist() for row_T in train_batch.advantages]
 
 
-def test_branches_and_children_are_compared_only_with_each_other() -> None:
+def test_trajectories_and_children_are_compared_only_with_each_other() -> None:
     """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs
     counts with them; one that was not judged has the final reward)."""
     assert family("replace") == [

@@ -42,7 +42,7 @@ def test_longest_conversation_is_that_of_the_engines(model: Path) -> None:
     )
 
 
-def test_max_row_tokens_limits_the_conversation(model: Path) -> None:
+def test_max_sample_tokens_limits_the_conversation(model: Path) -> None:
     config = configuration(model, max_sample_tokens=600)
     assert longest_conversation(config) == 600
     assert "up to 600 tokens" in check_row_length(config)
@@ -57,7 +57,7 @@ def test_max_new_tokens_must_leave_room_for_the_prompt(model: Path) -> None:
     assert error.value.fix == "lower --max-new-tokens, or raise --max-sample-tokens"
 
 
-def test_saved_row_over_the_limit_is_refused() -> None:
+def test_saved_sample_over_the_limit_is_refused() -> None:
     config = configuration("model", max_sample_tokens=21)
     batch = batch_of([sample(0, 0, 21, 5), sample(0, 1, 3, 1)])
     _refuse_long_rows(batch, config)
@@ -71,5 +71,5 @@ def test_saved_row_over_the_limit_is_refused() -> None:
     _refuse_long_rows(longer, configuration("model", max_tokens_per_micro_batch=5))
 
 
-def test_batch_without_rows_is_accepted() -> None:
+def test_batch_without_samples_is_accepted() -> None:
     _refuse_long_rows(batch_of([]), configuration("model", max_sample_tokens=1))
