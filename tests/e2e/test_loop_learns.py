@@ -55,15 +55,17 @@ def test_reward_does_not_rise_with_shuffled_rewards(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_off_policy_run_clips_and_learns(folder: Path) -> None:
-    """Staleness 1, two optimizer steps per batch, two pipeline stages, two engines:
-    ratios move, some are clipped, and both stages learn. Two held-out sets before,
-    midway and after."""
+    """Staleness 1 as a strict bound, two optimizer steps per batch, two pipeline
+    stages, two engines: ratios move, some are clipped, and both stages learn. Two
+    held-out sets before, midway and after."""
     run = train(
         folder,
         "async",
         *(
             "--max-staleness",
             "1",
+            "--when-stale",
+            "wait",
             "--num-mini-batches",
             "2",
             "--pipeline-model-parallel-size",
