@@ -143,6 +143,13 @@ def test_maxrl_weighs_rare_successes_more() -> None:
     assert_close(frequent_G, [1 / 3, 1 / 3, -1, 1 / 3], relative=1e-6)
 
 
+def test_maxrl_of_the_smallest_rewards_is_that_of_larger_ones() -> None:
+    smallest = np.nextafter(0.0, 1.0)
+    rewards_G = np.array([1.0, -1.0, 0.0, 0.0])
+    measured_G = maxrl(rewards_G * smallest, eps=1e-4)
+    assert measured_G.tolist() == maxrl(rewards_G, eps=1e-4).tolist()
+
+
 def test_maxrl_with_rewards_below_zero_divides_by_the_rewards_above() -> None:
     """Rewards of -1 and 1 are twice as far apart as 0 and 1, and so are their
     advantages."""

@@ -110,9 +110,11 @@ def maxrl(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
     """
     if not rewards_differ(rewards_G) or rewards_G.max() <= 0:
         return np.zeros_like(rewards_G)
-    success_rate = np.maximum(rewards_G, 0).mean()
-    return (rewards_G - rewards_G.mean()) / max(
-        success_rate, eps * np.abs(rewards_G).mean()
+    # No scale of the rewards changes the result, but the mean of the smallest is 0.
+    scaled_G = rewards_G / np.abs(rewards_G).max()
+    success_rate = np.maximum(scaled_G, 0).mean()
+    return (scaled_G - scaled_G.mean()) / max(
+        success_rate, eps * np.abs(scaled_G).mean()
     )
 
 
