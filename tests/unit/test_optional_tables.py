@@ -10,8 +10,11 @@ from invrl.algorithms.policy_loss.axis_plugins import axis_plugins
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.run.settings.config import (
+    SECTIONS,
+    TABLES,
     Config,
     Source,
+    default_settings,
     optional_table_sections,
     read_toml,
     resolve,
@@ -78,6 +81,12 @@ def test_a_recorded_configuration_reads_back_equal(
     file = tmp_path / "config.resolved.toml"
     write_resolved(file, config)
     assert load_resolved(file) == config
+
+
+def test_no_setting_of_this_version_is_read_as_one_of_an_earlier_version() -> None:
+    written = {name: default_settings(name) for name in (*SECTIONS, *TABLES)}
+    written["late"]["deadline_s"] = 60.0  # it has no default
+    assert as_written_now(written, optional_table_sections()) == written
 
 
 def test_a_table_beside_a_choice_that_does_not_read_it_is_refused() -> None:

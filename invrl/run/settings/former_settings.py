@@ -324,7 +324,7 @@ def as_written_now(
         _name_plugins(now)
     if "kl_coef" in now.get("algorithm", {}):
         _move_tables(now, section_of_table)
-    _move_settings(now)
+    _move_settings(now, section_of_table)
     return now
 
 
@@ -380,14 +380,19 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
     }
 
 
-def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
-    """Moves settings to the tables and names that they have now."""
+def _move_settings(
+    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
+) -> None:
+    """Move settings to the tables and names that they have now. Those of an optional
+    table stay in it: it has never had the settings of another."""
     for section in set(tables) - _OF_OTHER_PACKAGES:
         for old in list(tables[section]):
             new = FORMER_NAMES.get(old)
             if new is None:
                 continue
             table, _, key = new.rpartition(".")
+            if section in section_of_table and table != section:
+                continue
             tables.setdefault(table or section, {})[key] = tables[section].pop(old)
     if not tables.get("late", {}).get("deadline_s"):
         tables.pop("late", None)
