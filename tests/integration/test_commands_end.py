@@ -80,6 +80,12 @@ class Command:
             pause.wait(0.005)
         raise AssertionError(f"it ended without a process {name}:\n{self.said}")
 
+    def driver(self, command: str) -> psutil.Process:
+        """Its child that runs `invrl COMMAND`; another forks engines."""
+        children = psutil.Process(self.process.pid).children()
+        [driver] = [child for child in children if command in child.cmdline()]
+        return driver
+
     def end(self) -> int:
         """Its exit code, once everything that was seen below it is gone."""
         rest, _ = self.process.communicate()
@@ -171,7 +177,7 @@ def test_eval_whose_driver_or_raylet_is_killed_leaves_no_process_and_names_the_c
     if victim == "supervisor":
         command.process.kill()
     elif victim == "driver":
-        psutil.Process(command.process.pid).children()[0].kill()
+        command.driver("_evaluation").kill()
     else:
         raylet.kill()
     code = command.end()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT
@@ -17,7 +17,6 @@ from invrl.types.fields import field_values
 from invrl.types.leases import GroupMember
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import Outcome
-from invrl.types.section import Section
 from invrl.types.sessions import (
     MAX_NAME_LENGTH,
     MAX_REWARD,
@@ -37,19 +36,25 @@ _AnyNumber = Annotated[float, Field(strict=True)]
 _Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
 
-class MemberBody(Section):
+class _Request(BaseModel):
+    """A body without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class MemberBody(_Request):
     index: _Place
     attempt: _Place = 0
 
 
-class SamplingBody(Section):
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+class SamplingBody(_Request):
+    temperature: Number = Field(1.0, ge=0, le=2)
+    top_p: Number = Field(1.0, gt=0, le=1)
+    max_new_tokens: _Count | None = None
     """None: the gateway's own setting."""
 
 
-class LimitsBody(Section):
+class LimitsBody(_Request):
     """None: as much as the gateway grants at most."""
 
     max_turns: _Count | None = None
@@ -58,7 +63,7 @@ class LimitsBody(Section):
     max_concurrent_calls: _Count | None = None
 
 
-class ChildBody(Section):
+class ChildBody(_Request):
     limits: LimitsBody = LimitsBody()
     request_id: _Name = ""
     """Makes a request safe to repeat: the same id gets the same sessions."""
@@ -72,7 +77,7 @@ class OpenBody(ChildBody):
     sampling: SamplingBody | None = None
 
 
-class RewardBody(Section):
+class RewardBody(_Request):
     """The reward of the session, of one of its turns, or of the trajectories through a
     turn. A turn is named by its id or by the id of its reply."""
 
@@ -92,7 +97,7 @@ class RewardBody(Section):
         )
 
 
-class NumbersBody(Section):
+class NumbersBody(_Request):
     """Numbers of the extra columns that the run declares, by the names of the columns.
     A turn is named by its id or by the id of its reply."""
 
@@ -126,12 +131,12 @@ class FinishBody(NumbersBody):
         return Reward(value=self.reward, components=self.components)
 
 
-class AbortBody(Section):
+class AbortBody(_Request):
     reason: FailureReason = FailureReason.ABORTED
     detail: str = Field("", max_length=20_000)
 
 
-class LeaseBody(Section):
+class LeaseBody(_Request):
     wait_s: Annotated[Number, Field(ge=0, le=60)] = 0.0
 
 
