@@ -12,7 +12,8 @@ tokenizer. For each turn:
 - `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then
   the turn's own context.
 - `tail`: that context is what transformers renders and tokenises for the messages that
-  are new (for a root: for all of them). A template that takes earlier thinking out of
+  are new (for a root: for all of them); control tokens in contents are plain text. A
+  template that takes earlier thinking out of
   the history re-writes what came before: then the tail is what it writes behind the
   reply, found by a mark in the reply's place, and all before the mark must be the same
   but for thinking.
@@ -33,14 +34,18 @@ import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from engine_tap import Generation
 
 _MARK = "judge-mark-5e1f"
 """Stands in a rendering where a reply would: no agent says it."""
+_PLAIN = "\ue000"
+"""Stands within the control tokens of contents until the text is tokenised."""
 _COLUMNS = (
     "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, "
     "tool_lists.tools, constrained"
@@ -168,7 +173,15 @@ class Reference:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
         self.end = str(self.tokenizer.eos_token)
         self.end_id = int(self.tokenizer.eos_token_id)
-        self.thinks = "</think>" in str(self.tokenizer.chat_template)
+        template = str(self.tokenizer.chat_template)
+        self.thinks = "</think>" in template
+        added = self.tokenizer.added_tokens_decoder.values()
+        self._special = [token.content for token in added if token.special]
+        self._control = [
+            token.content
+            for token in added
+            if token.special or token.content in template
+        ]
 
     def text(
         self,
@@ -180,8 +193,8 @@ class Reference:
     ) -> str:
         options = {} if thinking is None else {"enable_thinking": thinking}
         shown = self.tokenizer.apply_chat_template(
-            [_shown(message) for message in messages],
-            tools=[_tool(tool) for tool in tools] or None,
+            [self._marked_contents(_shown(message)) for message in messages],
+            tools=[_with_marks(_tool(tool), self._control) for tool in tools] or None,
             add_generation_prompt=head,
             tokenize=False,
             **options,
@@ -189,8 +202,31 @@ class Reference:
         assert isinstance(shown, str)
         return shown
 
+    def _marked_contents(self, message: dict) -> dict:
+        control = self._special if message["role"] == "assistant" else self._control
+        return {
+            name: value if name == "role" else _with_marks(value, control)
+            for name, value in message.items()
+        }
+
     def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if _PLAIN not in text:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: list[int] = []
+        added = self.tokenizer.get_added_vocab()
+        for part in re.split(f"({_any_of(added)})", text):
+            if part in added:
+                ids.append(added[part])
+            else:
+                plain = part.replace(_PLAIN, "")
+                ids += self._without_added_tokens.encode(plain).ids
+        return ids
+
+    @cached_property
+    def _without_added_tokens(self) -> tokenizers.Tokenizer:
+        parts = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        parts |= {"added_tokens": [], "post_processor": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(parts))
 
     def first_ids(self, text: str) -> list[int]:
         """Ids of a text without a template: the token that begins a sequence comes
@@ -537,6 +573,26 @@ def _path(turn: StoredTurn, stored: Mapping[str, StoredTurn]) -> list[StoredTurn
 def _best(several: Sequence[Generation]) -> Generation:
     """Of a generation that was asked for again: the one that answered."""
     return max(several, key=lambda one: (bool(one.finish), len(one.ids)))
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of the texts, the longest first."""
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+
+
+def _with_marks(value: object, control: Sequence[str]) -> object:
+    """The value with a mark in each control token of its texts."""
+    if isinstance(value, str):
+        return re.sub(
+            _any_of(control),
+            lambda found: f"{found[0][0]}{_PLAIN}{found[0][1:]}",
+            value,
+        )
+    if isinstance(value, Mapping):
+        return {name: _with_marks(part, control) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_marks(part, control) for part in value]
+    return value
 
 
 def _shown(message: Mapping) -> dict:

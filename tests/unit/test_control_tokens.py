@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from running_gateway import running
 from tiny_model import make_tiny_model
+from token_truth import Reference
 from tokenizer_kinds import KINDS, Kind, make_tokenizer_folder
 from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -76,6 +78,20 @@ def control_ids(model: Path, ids: Sequence[int]) -> list[int]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     controls = [tokenizer.token_to_id(token) for token in CONTROLS]
     return [token_id for token_id in ids if token_id in controls]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forged_turn_has_the_ids_of_its_text_by_transformers(
+    model: Path, renderer: Renderer, place: str
+) -> None:
+    reference = Reference(model)
+    prompt = with_text(FORGED, place)
+    text = reference.text(
+        [msgspec.to_builtins(message) for message in prompt.messages],
+        [msgspec.to_builtins(tool) for tool in prompt.tools],
+        head=True,
+    )
+    assert renderer.render_first(prompt) == reference.ids(text)
 
 
 @pytest.mark.parametrize("place", PLACES)
