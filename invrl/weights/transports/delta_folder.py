@@ -24,7 +24,7 @@ import msgspec
 from invrl.errors import WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensors.tensor_spec import checksum, num_bytes
+from invrl.weights.tensors.tensor_spec import checksum, num_bytes, raw_bytes
 from invrl.weights.transports.weight_files import WeightFiles
 from invrl.weights.transports.weight_folder import read_folder
 
@@ -57,14 +57,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str]
     frames: dict[str, Frame] = {}
     """Empty in a folder with whole weights."""
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in row-major order, as uint8 on the CPU. Shares its
-    memory if possible."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
