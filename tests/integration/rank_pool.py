@@ -336,10 +336,10 @@ class RankProcess:
         is."""
         import torch
 
-        from invrl.train.critic.critic_model import VALUE_HEAD
+        from invrl.train.parallel.partitions import HEAD
 
         own = dict(self._critic_parts._own_parameters)
-        head = own.pop(VALUE_HEAD, None)
+        head = own.pop(HEAD, None)
         values = {
             name: of(tensor)
             for name, tensor in own.items()

@@ -41,7 +41,7 @@ from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
-from invrl.train.critic.critic import Critic, Targets
+from invrl.train.critic.critic import Critic
 from invrl.train.layers.expert_load import ExpertRouters
 from invrl.train.layers.routing_replay import RoutingRecorder
 from invrl.train.model.nonfinite_steps import NonfiniteSteps
@@ -464,53 +464,31 @@ class TrainStep:
         optimizer step. `values` are the critic's, by mini-batch; None without a critic.
         The batch stays unchanged if its advantages were computed when it was taken."""
         shard = prepared.shard
-        no_targets = [None] * len(shard)
         algorithm = self.algorithm
-        is_given = (
-            values is None
-            and not algorithm.token_level
-            and not algorithm.kl_in_rollout_rewards
+        is_computed = (
+            values is not None
+            or algorithm.token_level
+            or algorithm.kl_in_rollout_rewards
         )
-        if is_given or not prepared.packed:
-            return BatchWithAdvantages(shard=shard, targets=no_targets, metrics={})
-        if algorithm.kl_in_rollout_rewards:
-            with timed(prepared.seconds, "objective"):
-                with_kl, metrics = with_rollout_kl(
+        if not is_computed or not prepared.packed:
+            return BatchWithAdvantages(
+                shard=shard, targets=[None] * len(shard), metrics={}
+            )
+        with timed(prepared.seconds, "objective"):
+            if algorithm.kl_in_rollout_rewards:
+                return with_rollout_kl(
                     shard,
                     old=prepared.before,
                     reference=prepared.reference,
                     config=self._adapted_settings(),
                 )
-            return BatchWithAdvantages(
-                shard=with_kl, targets=no_targets, metrics=metrics
-            )
-        with timed(prepared.seconds, "objective"):
-            with_advantages = estimate_advantages(
+            return estimate_advantages(
                 shard,
                 values,
                 old=prepared.before,
                 reference=prepared.reference,
                 config=self._adapted_settings(),
             )
-        if values is None:
-            return BatchWithAdvantages(
-                shard=with_advantages.shard,
-                targets=no_targets,
-                metrics=with_advantages.metrics,
-            )
-        targets = [
-            Targets(
-                old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens
-            )
-            for mini_batch, values_of_step, returns in zip(
-                shard, values, with_advantages.returns, strict=True
-            )
-        ]
-        return BatchWithAdvantages(
-            shard=with_advantages.shard,
-            targets=targets,
-            metrics=with_advantages.metrics,
-        )
 
     def _sequence_numbers(
         self,

@@ -85,7 +85,7 @@ class TrainRank(SavingRank):
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
-        from invrl.train.model.policy_model import build_model
+        from invrl.train.model.policy_model import PolicyModel, build_model
         from invrl.train.parallel.process_group import join_process_group
         from invrl.train.runtime.offloading import TrainingMemory
         from invrl.train.trainer.trainer_state import TrainerState
@@ -99,6 +99,7 @@ class TrainRank(SavingRank):
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
         chunks = build_model(
+            PolicyModel,
             self._config,
             folder,
             self._train_dtype,
