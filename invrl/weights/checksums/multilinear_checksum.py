@@ -16,7 +16,7 @@ the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
@@ -50,7 +50,15 @@ def whole_checksum(tensor: torch.Tensor) -> str:
 
 def whole_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return `whole_checksum` of each tensor, by name."""
-    return SumsInPlace.of_wholes(tensors).whole_checksums(tensors)
+    matrices = [
+        _slice_matrix(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
+        for tensor in tensors.values()
+    ]
+    return _whole_texts(tensors, _sums(matrices))
+
+
+def _whole_texts(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
+    return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
 
 
 def slice_checksum(
@@ -71,7 +79,21 @@ def slice_checksums(
 ) -> dict[str, str]:
     """Return `slice_checksum` of each part, by name. `places` and `whole_shapes` may
     have more names than `parts`. Raises LayoutError."""
-    return SumsInPlace(parts, places, whole_shapes).slice_checksums(parts)
+    matrices = [
+        _slice_matrix(part, places[name], tuple(whole_shapes[name]))
+        for name, part in parts.items()
+    ]
+    return _slice_texts(parts, places, _sums(matrices))
+
+
+def _slice_texts(
+    names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
+) -> dict[str, str]:
+    checksums: dict[str, str] = {}
+    for name, total in zip(names, sums, strict=True):
+        place = places[name]
+        checksums[name] = f"{place.index}/{place.count}:{total:016x}"
+    return checksums
 
 
 class SumsInPlace:
@@ -99,18 +121,13 @@ class SumsInPlace:
     def whole_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Return the checksums of whole tensors. `tensors`: those that are known, or
         any others with their names."""
-        return {name: _hex(total) for name, total in self._sums(tensors).items()}
+        return _whole_texts(tensors, self._sums(tensors))
 
     def slice_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Likewise. Raises LayoutError."""
-        checksums: dict[str, str] = {}
-        for name, total in self._sums(tensors).items():
-            place = self._places[name]
-            checksums[name] = f"{place.index}/{place.count}:{_hex(total)}"
-        return checksums
+        return _slice_texts(tensors, self._places, self._sums(tensors))
 
-    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return the sum of each tensor, by name."""
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         are_the_parts = len(tensors) == len(self._parts) and all(
             tensors.get(name) is part for name, part in self._parts.items()
         )
@@ -120,9 +137,9 @@ class SumsInPlace:
             if self._tiles is not None:
                 from invrl.weights.checksums.gpu_checksums import sums_on_gpu
 
-                return dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
-        matrices = [self._matrix(name, tensor) for name, tensor in tensors.items()]
-        return dict(zip(tensors, _sums(matrices), strict=True))
+                sums = dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
+                return [sums[name] & _WRAP for name in tensors]
+        return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
 
     def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
         return _slice_matrix(
@@ -171,12 +188,7 @@ def _added(slices: Sequence[str]) -> str:
     counts = {place.partition("/")[2] for place in values}
     if counts != {str(len(values))}:
         return f"the ranks hold the slices {', '.join(values)} only"
-    return _hex(sum(int(value, 16) for value in values.values()))
-
-
-def _hex(total: int) -> str:
-    """Return the sum modulo 2**64."""
-    return f"{total & _WRAP:016x}"
+    return f"{sum(int(value, 16) for value in values.values()) & _WRAP:016x}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,7 +233,7 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     for index, matrix in enumerate(matrices):
         if index not in sums:
             sums[index] = _sum_on_cpu(matrix)
-    return [sums[index] for index in range(len(matrices))]
+    return [sums[index] & _WRAP for index in range(len(matrices))]
 
 
 def _slice_matrix(
