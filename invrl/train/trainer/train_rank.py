@@ -332,13 +332,16 @@ class TrainRank(SavingRank):
                     temperature=1.0,
                 )
             )
-        return [logprobs_T[1:] for logprobs_T in self._step.logprobs(sequences)]
+        return [
+            logprobs_T[1:]
+            for logprobs_T in self._step.logprob_passes.logprobs(sequences)
+        ]
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         """Return log-probs of a shard's trained tokens under the current weights: one
         array [T] per sample, in the shard's order."""
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        return self._step.logprobs(self._masks.sequences(samples))
+        return self._step.logprob_passes.logprobs(self._masks.sequences(samples))
 
     def layout(self) -> WeightLayout:
         return self._served_specs
