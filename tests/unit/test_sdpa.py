@@ -148,7 +148,7 @@ def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:
     """Of the masks of the rank that has most."""
     most = 0
     for _, calls in calls_of(micro_batch, ranks):
-        biases = [call.bias_QK for block in calls.blocks for call in block.calls]
+        biases = [call.bias_QK for block in calls.blocks for call in block]
         storages = {
             bias.untyped_storage().data_ptr(): bias
             for bias in biases

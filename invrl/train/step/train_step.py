@@ -36,7 +36,7 @@ from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
-from invrl.train.critic.critic import Critic
+from invrl.train.critic.critic import Critic, Targets
 from invrl.train.layers.expert_load import ExpertRouters
 from invrl.train.layers.routing_replay import RoutingRecorder
 from invrl.train.model.nonfinite_steps import NonfiniteSteps
@@ -68,6 +68,19 @@ _WITHOUT_CANDIDATES = (
     "the objective reads the likeliest tokens in the place of each trained one, and no sample of the batch has "
     "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PolicyStep:
+    """Result of an optimizer step of the policy."""
+
+    grad_norm: float
+    """0 or not finite: no step was made."""
+    bad_losses: list[float]
+    """Losses on this rank that are not finite."""
+    metrics: list[dict[str, Metric]]
+    """Of each micro-batch, and of the step; empty if the gradient is not finite."""
+    records: list[TokenRecord]
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +201,6 @@ class TrainStep:
     ) -> StepResult:
         """Make the optimizer steps of `run`: of a critic on these ranks, and of the
         policy, which makes none while only the critic learns."""
-        algorithm = self.algorithm
         seconds = prepared.seconds
         packed = prepared.packed
         metrics: dict[str, Metric] = dict(with_advantages.metrics)
@@ -225,52 +237,26 @@ class TrainStep:
                 token_records += [None] * len(mini_batch.samples)
                 self._nonfinite.end()
                 continue
-            numbers = self._sequence_numbers(
-                mini_batch, packed_sequences, reference, seconds
+            step = self._policy_step(
+                mini_batch,
+                packed_sequences,
+                old=old,
+                reference=reference,
+                teacher=teacher,
+                targets=targets,
+                seconds=seconds,
             )
-            with timed(seconds, "objective"):
-                work = make_loss_batches(
-                    mini_batch,
-                    packed_sequences,
-                    old,
-                    reference,
-                    numbers,
-                    algorithm=algorithm,
-                    teacher=teacher,
-                    targets=targets,
-                )
-            learning_rate = float(self.optimizer.param_groups[0]["lr"])
-            loss_pass = self._loss_pass(
-                records_logprobs=self.train.record_trained_tokens
-            )
-            grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
-            token_records += mini_batch_records(
-                mini_batch, packed_sequences, old, loss_pass.current
-            )
-            if not math.isfinite(grad_norm):
+            token_records += step.records
+            if not math.isfinite(step.grad_norm):
                 nonfinite_steps += 1
-                self._nonfinite.count(mini_batch, grad_norm, loss_pass.bad_losses)
+                self._nonfinite.count(mini_batch, step.grad_norm, step.bad_losses)
                 continue
             self._nonfinite.end()
-            if grad_norm > 0.0:
-                self.schedule.step(1)
+            if step.grad_norm > 0.0:
                 optimizer_steps += 1
             else:
                 skipped_steps += 1
-            step_metrics: dict[str, Metric] = {
-                "grad_norm": Mean(grad_norm),
-                "lr": Mean(learning_rate),
-            }
-            if loss_pass.losses:
-                # The sum over replicas, the mean over optimizer steps.
-                step_metrics["minimized_loss"] = Mean(
-                    sum(loss_pass.losses), 1 / self.layout.data
-                )
-            step_metrics |= self.adapted.adapt(
-                "optimizer_step", loss_metrics, changes=grad_norm > 0.0
-            )
-            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
-            metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+            metrics = merge([metrics, *step.metrics])
         self.progress.end()
         metrics |= self.adapted.adapt("batch", [metrics], changes=True)
         self._move_reference(prepared.shard)
@@ -293,6 +279,59 @@ class TrainStep:
             token_records=tuple(token_records)
             if self.train.record_trained_tokens
             else (),
+        )
+
+    def _policy_step(
+        self,
+        mini_batch: TrainBatch,
+        packed: Packed,
+        *,
+        old: SampleNumbers | None,
+        reference: SampleNumbers | None,
+        teacher: SampleNumbers | None,
+        targets: Targets | None,
+        seconds: dict[str, float],
+    ) -> _PolicyStep:
+        """Make the policy's step on a mini-batch, and what follows from it: the next
+        learning rate, adapted settings, balanced experts."""
+        numbers = self._sequence_numbers(mini_batch, packed, reference, seconds)
+        with timed(seconds, "objective"):
+            work = make_loss_batches(
+                mini_batch,
+                packed,
+                old,
+                reference,
+                numbers,
+                algorithm=self.algorithm,
+                teacher=teacher,
+                targets=targets,
+            )
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        loss_pass = self._loss_pass(records_logprobs=self.train.record_trained_tokens)
+        grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
+        metrics: list[dict[str, Metric]] = []
+        if math.isfinite(grad_norm):
+            if grad_norm > 0.0:
+                self.schedule.step(1)
+            step_metrics: dict[str, Metric] = {
+                "grad_norm": Mean(grad_norm),
+                "lr": Mean(learning_rate),
+            }
+            if loss_pass.losses:
+                # The sum over replicas, the mean over optimizer steps.
+                step_metrics["minimized_loss"] = Mean(
+                    sum(loss_pass.losses), 1 / self.layout.data
+                )
+            step_metrics |= self.adapted.adapt(
+                "optimizer_step", loss_metrics, changes=grad_norm > 0.0
+            )
+            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
+            metrics = [*loss_metrics, step_metrics, expert_metrics]
+        return _PolicyStep(
+            grad_norm=grad_norm,
+            bad_losses=loss_pass.bad_losses,
+            metrics=metrics,
+            records=mini_batch_records(mini_batch, packed, old, loss_pass.current),
         )
 
     @property
