@@ -71,13 +71,13 @@ def build_batch(
     With `use` "replace", only the most specific reward of a token counts. With "add", a
     token's advantage is the sum of the advantages of its final, child's and
     trajectory's reward and of the turn rewards from its own turn to the end of its
-    sample, each times `rules.discount` for every turn in between. With `baseline`
+    sample, each times the discount for every turn in between. With `baseline`
     "group", turn rewards only and no discount, this is the process supervision of GRPO
     (arXiv 2402.03300, section 4.1.3).
 
     The `rules` shape final rewards and leave rollouts out before rewards are compared
-    (`shaped_groups.py`), and whiten the advantages afterwards. With
-    `rules.token_level` the advantages are 0, and samples have the column "rewards"
+    (`shaped_groups.py`), and whiten the advantages afterwards. Where the trainer
+    computes the advantages they are 0 here, and samples have the column "rewards"
     instead (`token_rewards.py`).
 
     With `masks_stale`, tokens more than `max_staleness` versions older than the batch's
@@ -92,7 +92,7 @@ def build_batch(
     """
     groups = [shape_group(group, rules) for group in taken.groups]
     advantage_of: dict[RewardOwner, float] = {}
-    if not rules.token_level:
+    if not rules.algorithm.token_level:
         compared = [group.compared for group in groups]
         advantage_of = batch_advantages(compared, baseline, advantage_fn, eps, rules)
     oldest = WeightVersion(taken.version - max_staleness) if masks_stale else None
@@ -105,7 +105,7 @@ def build_batch(
         sample = _with_reward_numbers(trajectory_sample.sample, summary, group, rules)
         if not sample.loss_mask_T.any():
             continue
-        if rules.token_level:
+        if rules.algorithm.token_level:
             sample = _with_token_rewards(sample, summary, turns, use, rules)
             advantages.append(np.zeros(len(sample.tokens_T)))
         else:
@@ -115,7 +115,7 @@ def build_batch(
                 sample.loss_mask_T,
                 advantage_of,
                 use=use,
-                discount=rules.discount,
+                discount=rules.algorithm.discount,
             )
             advantages.append(advantages_T)
         samples.append(sample)
@@ -123,8 +123,8 @@ def build_batch(
         advantages,
         [sample.loss_mask_T for sample in samples],
         [sample.rollout_id for sample in samples],
-        over=rules.whitening,
-        std_floor=rules.std_floor,
+        over=rules.algorithm.whitened_over,
+        std_floor=rules.algorithm.advantage_std_floor,
     )
     return TrainBatch(
         batch_id=taken.batch_id,
@@ -200,7 +200,7 @@ def _with_token_rewards(
     rules: AdvantageRules,
 ) -> TrainSample:
     columns: list[NDArray[np.float32]] = []
-    for name in rules.reward_columns:
+    for name in rules.algorithm.reward_columns:
         if name not in sample.columns:
             reason = (
                 f"samples have no column of this name, only {sorted(sample.columns)}"
