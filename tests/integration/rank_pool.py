@@ -336,10 +336,10 @@ class RankProcess:
         is."""
         import torch
 
-        from invrl.train.critic.critic_model import VALUE_HEAD
+        from invrl.train.parallel.partitions import HEAD
 
         own = dict(self._critic_parts._own_parameters)
-        head = own.pop(VALUE_HEAD, None)
+        head = own.pop(HEAD, None)
         values = {
             name: of(tensor)
             for name, tensor in own.items()
@@ -589,7 +589,7 @@ class RankProcess:
         return steps
 
     def length_lambda(self, _: None) -> float:
-        return self._rank._step.adapted["LearnedExponent"]["length_lambda"]
+        return self._rank._step.adapted.state["LearnedExponent"]["length_lambda"]
 
     def critic_steps(self, _: None) -> list[Step]:
         steps, self._critic_steps[:] = list(self._critic_steps), []
@@ -605,7 +605,7 @@ class RankProcess:
         return self._rank.logprobs(prompts)
 
     def row_logprobs(self, rows: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        return self._rank._step.logprobs(list(rows))
+        return self._rank._step.logprob_passes.logprobs(list(rows))
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         return self._rank.token_logprobs(shard)

@@ -25,8 +25,9 @@ from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.train.critic.critic_actor import CriticActor
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
+from invrl.train.ranks.rank_group import RankGroup
 from invrl.train.trainer.train_actor import TrainActor
-from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types.metrics import Metric, resolve
 
 ray = pytest.importorskip("ray")
@@ -92,7 +93,7 @@ async def beside_critic(
             for one in of_policy
         ],
         layout=policy,
-        critic=CriticRanks(
+        critic=RankGroup(
             actors=[
                 start_actor(f"critic rank {one.rank}", CriticActor, ActorOptions(), one)
                 for one in of_critic

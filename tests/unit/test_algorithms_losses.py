@@ -270,7 +270,7 @@ def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
         eps_clip_high=0.25,
         dual_clip=1.25,
     )
-    assert not clipped.any_N.any()
+    assert not clipped["clip_fraction"].any()
 
 
 def test_metrics_count_clipped_and_capped_tokens() -> None:

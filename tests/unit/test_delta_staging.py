@@ -16,7 +16,7 @@ from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.tensors.tensor_spec import checksum
+from invrl.weights.tensors.tensor_spec import checksum, raw_bytes
 from invrl.weights.transports.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,
@@ -24,7 +24,6 @@ from invrl.weights.transports.delta_folder import (
     compress,
     decompress,
     load_chain,
-    raw_bytes,
 )
 from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 

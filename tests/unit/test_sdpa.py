@@ -3,6 +3,8 @@ masks stay small."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from invrl.train.batches import packing
 from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, TokenSequence
 from invrl.train.batches.packing import pack
 from invrl.train.layers import sdpa
-from invrl.train.layers.sdpa import AttentionCalls, BlockCalls
+from invrl.train.layers.sdpa import AttentionCall, AttentionCalls
 from invrl.train.parallel.context_share import ContextShare
 
 CPU = torch.device("cpu")
@@ -34,10 +36,10 @@ def calls_of(
     return calls_by_rank
 
 
-def seen(block: BlockCalls) -> list[list[int]]:
+def seen(calls: Sequence[AttentionCall]) -> list[list[int]]:
     """For each query of a block, the indices of the keys that it sees."""
     seen_by_query: list[list[int]] = []
-    for call in block.calls:
+    for call in calls:
         if call.bias_QK is None:
             visible_QK = torch.ones(call.num_queries, call.num_keys).tril() > 0
             assert call.num_queries == call.num_keys
@@ -70,8 +72,8 @@ def test_each_query_attends_to_the_keys_of_its_block(
         for block, block_calls in zip(blocks, calls.blocks, strict=True):
             num_queries = block.end - block.start
             num_prefix = len(block.prefix_K)
-            assert block_calls.num_queries == num_queries
-            assert block_calls.num_keys == num_prefix + num_queries
+            assert sum(call.num_queries for call in block_calls) == num_queries
+            assert block_calls[-1].num_keys == num_prefix + num_queries
             mask_QK = block.mask_QK
             if mask_QK is None:
                 mask_QK = np.tri(
@@ -146,7 +148,7 @@ def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:
     """Of the masks of the rank that has most."""
     most = 0
     for _, calls in calls_of(micro_batch, ranks):
-        biases = [call.bias_QK for block in calls.blocks for call in block.calls]
+        biases = [call.bias_QK for block in calls.blocks for call in block]
         storages = {
             bias.untyped_storage().data_ptr(): bias
             for bias in biases

@@ -12,6 +12,7 @@ from training_samples_example import batch_of_one
 
 from invrl.algorithms.advantages.advantage_rules import AdvantageRules
 from invrl.algorithms.advantages.advantages import dr_grpo
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import RewardUse
 from invrl.buffer.samples.token_rewards import token_rewards
 from invrl.buffer.samples.training_samples import build_batch
@@ -37,7 +38,7 @@ def rewards_of(
         dr_grpo,
         1e-4,
         use=use,
-        rules=AdvantageRules(token_level=True),
+        rules=AdvantageRules(algorithm=AlgorithmConfig(advantage="gae")),
     )
     for advantages_T in batch.advantages:
         assert not advantages_T.any()
@@ -190,10 +191,8 @@ def test_sample_without_a_trained_token_has_no_rewards() -> None:
 
 
 def test_missing_reward_column_is_refused() -> None:
-    rules = AdvantageRules(
-        token_level=True,
-        reward_columns=("progress",),
-    )
+    algorithm = AlgorithmConfig(advantage="gae", reward_columns=("progress",))
+    rules = AdvantageRules(algorithm=algorithm)
     taken = batch_of_one(summary())
     rollouts = [rollout([ROOT])]
     with pytest.raises(ConfigError, match="reward_columns = 'progress'"):

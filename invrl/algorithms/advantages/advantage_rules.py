@@ -4,7 +4,7 @@ settings, as the buffer's pure code reads them."""
 from dataclasses import dataclass, field, replace
 
 from invrl.algorithms.advantages.reward_shaping import Shaping
-from invrl.algorithms.config import AlgorithmConfig, RolloutUse, WhitenedOver
+from invrl.algorithms.config import AlgorithmConfig, RolloutUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,31 +12,27 @@ class AdvantageRules:
     """Credit assignment. Defaults: rewards as given, compared within groups, every
     rollout trained."""
 
+    algorithm: AlgorithmConfig = field(
+        default_factory=lambda: AlgorithmConfig.model_validate({})
+    )
     shaping: Shaping = field(default_factory=Shaping)
-    failed_rollouts: RolloutUse = "train"
-    truncated_rollouts: RolloutUse = "train"
-    over_batch: bool = False
-    """Whether a reward is compared with those of the whole batch instead of its
-    group."""
-    whitening: WhitenedOver = "none"
-    std_floor: float = 0.0
-    """Lower bound of the whitening's deviation."""
-    discount: float = 1.0
-    """Discount per turn, where rewards are summed over turns."""
-    token_level: bool = False
-    """Whether the trainer computes the advantages from token rewards."""
-    reward_columns: tuple[str, ...] = ()
     solved_reward: float | None = None
     """Final reward from which a sample's number `solved` is 1, else 0; None: samples
     have no such number."""
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether a reward is compared with those of the whole batch instead of its
+        group."""
+        return self.algorithm.advantage == "reinforce"
 
     def rollout_use(self, *, failed: bool, truncated: bool) -> RolloutUse:
         """Return the most restrictive rule that applies to a rollout."""
         uses: set[RolloutUse] = {"train"}
         if failed:
-            uses.add(self.failed_rollouts)
+            uses.add(self.algorithm.failed_rollouts)
         if truncated:
-            uses.add(self.truncated_rollouts)
+            uses.add(self.algorithm.truncated_rollouts)
         if "leave_out" in uses:
             return "leave_out"
         return "baseline" if "baseline" in uses else "train"
@@ -60,14 +56,7 @@ def advantage_rules(
             overlong_penalty=config.overlong.penalty,
         )
     return AdvantageRules(
+        algorithm=config,
         shaping=shaping,
-        failed_rollouts=config.failed_rollouts,
-        truncated_rollouts=config.truncated_rollouts,
-        over_batch=config.advantage == "reinforce",
-        whitening=config.whitened_over,
-        std_floor=config.advantage_std_floor,
-        discount=config.discount,
-        token_level=config.token_level,
-        reward_columns=config.reward_columns,
         solved_reward=success_reward if config.solved_nll_coef else None,
     )

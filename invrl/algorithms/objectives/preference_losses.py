@@ -15,6 +15,7 @@ trained tokens, c the chosen and r the rejected sample, and sigma the logistic f
 Each function says where an implementation differs from its paper, and which we follow.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,3 +208,12 @@ def _log_sigmoid(values: Values) -> Values:
 def _log_odds(mean_P: Values) -> Values:
     """Return log(p / (1 - p)) of log p < 0."""
     return mean_P - np.log(-np.expm1(mean_P))
+
+
+PAIR_LOSSES: dict[str, Callable[..., PairLosses]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+"""Each with the settings of its table, [algorithm.NAME], as keywords."""

@@ -22,9 +22,14 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.objectives import preference_losses
 from invrl.algorithms.objectives.mismatched_samples import MISMATCHED
-from invrl.algorithms.objectives.preference_losses import PairLosses, SampleSums
+from invrl.algorithms.objectives.preference_losses import (
+    PAIR_LOSSES,
+    PairLosses,
+    SampleSums,
+)
 from invrl.algorithms.objectives.sample_table import SampleTable
 from invrl.errors import TrainError
+from invrl.types.section import Section
 
 CHOSEN = "chosen"
 DESIRABLE = "desirable"
@@ -71,27 +76,9 @@ class PairObjective:
         }
 
     def _losses(self, chosen: SampleSums, rejected: SampleSums) -> PairLosses:
-        config = self.config
-        if config.objective == "dpo" and config.dpo is not None:
-            return preference_losses.dpo(
-                chosen,
-                rejected,
-                beta=config.dpo.beta,
-                label_smoothing=config.dpo.label_smoothing,
-            )
-        if config.objective == "ipo" and config.ipo is not None:
-            return preference_losses.ipo(chosen, rejected, beta=config.ipo.beta)
-        if config.objective == "orpo" and config.orpo is not None:
-            return preference_losses.orpo(chosen, rejected, weight=config.orpo.weight)
-        if config.objective == "simpo" and config.simpo is not None:
-            return preference_losses.simpo(
-                chosen,
-                rejected,
-                beta=config.simpo.beta,
-                gamma=config.simpo.gamma,
-                label_smoothing=config.simpo.label_smoothing,
-            )
-        raise ValueError(f"{config.objective} is no objective on pairs")
+        name = self.config.objective
+        settings: Section = getattr(self.config, name)
+        return PAIR_LOSSES[name](chosen, rejected, **settings.model_dump())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +128,7 @@ class KtoObjective:
             _sums(table, np.arange(len(table.group_ids))),
             desirable_M,
             baseline=baseline,
-            beta=settings.beta,
-            desirable_weight=settings.desirable_weight,
-            undesirable_weight=settings.undesirable_weight,
+            **settings.model_dump(),
         )
         share_M = labelled_M / labelled_M.sum()
         side_M = np.where(desirable_M, 1.0, -1.0)

@@ -86,21 +86,14 @@ def clip(
     return bounded_N.where(advantages_N < 0, losses_N)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ClippedTokens:
-    """Tokens that `clip` takes out of the gradient, bool [N] each. A ratio on a bound
-    is not clipped."""
-
-    low_N: Tensor
-    """r < 1 - low and A < 0."""
-    high_N: Tensor
-    """r > 1 + high and A > 0."""
-    dual_N: Tensor
-    """r > dual_clip and A < 0."""
-
-    @property
-    def any_N(self) -> Tensor:
-        return self.low_N | self.high_N | self.dual_N
+def clip_fractions(low_N: Tensor, high_N: Tensor) -> dict[str, Tensor]:
+    """Return the tokens that lose their gradient at a lower and an upper bound, bool
+    [N] each, as means."""
+    return {
+        "clip_fraction": low_N | high_N,
+        "clip_fraction_low": low_N,
+        "clip_fraction_high": high_N,
+    }
 
 
 def clipped_tokens(
@@ -110,43 +103,36 @@ def clipped_tokens(
     eps_clip_low: float,
     eps_clip_high: float,
     dual_clip: float | None,
-) -> ClippedTokens:
-    """Find the tokens that `clip` clips with these settings."""
-    negative_N = advantages_N < 0
-    positive_N = advantages_N > 0
-    dual_bound = dual_clip or float("inf")
-    return ClippedTokens(
-        low_N=(ratio_N < 1.0 - eps_clip_low) & negative_N,
-        high_N=(ratio_N > 1.0 + eps_clip_high) & positive_N,
-        dual_N=(ratio_N > dual_bound) & negative_N,
-    )
+) -> dict[str, Tensor]:
+    """Find the tokens that `clip` takes out of the gradient with these settings, as
+    `clip_fractions`. A ratio on a bound is not clipped."""
+    low_N = (ratio_N < 1.0 - eps_clip_low) & (advantages_N < 0)
+    high_N = (ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0)
+    dual_N = (ratio_N > (dual_clip or float("inf"))) & (advantages_N < 0)
+    return {
+        **clip_fractions(low_N, high_N),
+        "clip_fraction": low_N | high_N | dual_N,
+        "clip_fraction_dual": dual_N,
+    }
 
 
 def clipped_losses(of: PolicyLossInputs) -> TokenLosses:
     """Apply `clip` with the settings, and measure what it clipped."""
-    low = of.config.eps_clip_low
-    high = of.config.eps_clip_high
-    dual = of.config.dual_clip
+    config = of.config
     losses_N = clip(
         of.ratio_N,
         of.advantages_N,
-        eps_clip_low=low,
-        eps_clip_high=high,
-        dual_clip=dual,
+        eps_clip_low=config.eps_clip_low,
+        eps_clip_high=config.eps_clip_high,
+        dual_clip=config.dual_clip,
     )
-    clipped = clipped_tokens(
+    means = clipped_tokens(
         of.ratio_N.detach(),
         of.advantages_N,
-        eps_clip_low=low,
-        eps_clip_high=high,
-        dual_clip=dual,
+        eps_clip_low=config.eps_clip_low,
+        eps_clip_high=config.eps_clip_high,
+        dual_clip=config.dual_clip,
     )
-    means = {
-        "clip_fraction": clipped.any_N,
-        "clip_fraction_low": clipped.low_N,
-        "clip_fraction_high": clipped.high_N,
-        "clip_fraction_dual": clipped.dual_N,
-    }
     return TokenLosses(losses_N=losses_N, means=means)
 
 
@@ -164,13 +150,7 @@ def cispo(of: PolicyLossInputs) -> TokenLosses:
     lowest = 1.0 - of.config.eps_clip_low
     highest = 1.0 + of.config.eps_clip_high
     losses_N = -ratio_N.clamp(lowest, highest) * of.advantages_N * of.inputs.current_N
-    below_N = ratio_N < lowest
-    above_N = ratio_N > highest
-    means = {
-        "clip_fraction": below_N | above_N,
-        "clip_fraction_low": below_N,
-        "clip_fraction_high": above_N,
-    }
+    means = clip_fractions(ratio_N < lowest, ratio_N > highest)
     return TokenLosses(losses_N=losses_N, means=means)
 
 
@@ -233,12 +213,7 @@ def gmpo(of: PolicyLossInputs) -> TokenLosses:
     clipped_N = clipped_N.masked_fill(of.advantages_N == 0, 0.0)
     samples = of.inputs.samples
     ratio_N = samples.spread(samples.mean(clipped_N).exp())
-    means = {
-        "clip_fraction": low_N | high_N,
-        "clip_fraction_low": low_N,
-        "clip_fraction_high": high_N,
-        "row_ratio_mean": ratio_N,
-    }
+    means = {**clip_fractions(low_N, high_N), "row_ratio_mean": ratio_N}
     return TokenLosses(losses_N=-ratio_N * of.advantages_N, means=means)
 
 
@@ -304,14 +279,8 @@ def masked_by_distance(
     far_N = distance_N > threshold
     high_N = far_N & (further_N > 0) & (of.advantages_N > 0)
     low_N = far_N & (further_N < 0) & (of.advantages_N < 0)
-    masked_N = high_N | low_N
-    losses_N = -(of.ratio_N * of.advantages_N).masked_fill(masked_N, 0.0)
-    means = {
-        "clip_fraction": masked_N,
-        "clip_fraction_low": low_N,
-        "clip_fraction_high": high_N,
-    }
-    return TokenLosses(losses_N=losses_N, means=means)
+    losses_N = -(of.ratio_N * of.advantages_N).masked_fill(high_N | low_N, 0.0)
+    return TokenLosses(losses_N=losses_N, means=clip_fractions(low_N, high_N))
 
 
 def vespo(of: PolicyLossInputs) -> TokenLosses:

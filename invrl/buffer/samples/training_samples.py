@@ -14,10 +14,8 @@ has the rewards of the turns that follow it. The advantage of a reward is comput
 rewards of its own kind (`comparison.py`).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +23,12 @@ from numpy.typing import NDArray
 from invrl.algorithms.advantages.advantage_rules import PLAIN_RULES, AdvantageRules
 from invrl.algorithms.advantages.whitening import whiten_samples
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.buffer.samples.comparison import (
-    Comparison,
-    RewardOwner,
-    batch_comparisons,
-    comparisons,
-    trajectory_owners,
-)
-from invrl.buffer.samples.shaped_groups import shape_group
+from invrl.buffer.samples.comparison import RewardOwner
+from invrl.buffer.samples.sample_advantages import batch_advantages, token_advantages
+from invrl.buffer.samples.shaped_groups import ShapedGroup, shape_group
 from invrl.buffer.samples.token_rewards import token_rewards
-from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
-from invrl.interfaces import AdvantageFn, GroupAdvantageFn
+from invrl.errors import BufferStateError, ConfigError, RunStoreError
+from invrl.interfaces import AdvantageFn
 from invrl.types.batches import (
     SOLVED_NUMBER,
     GrammarSpan,
@@ -44,14 +37,12 @@ from invrl.types.batches import (
     TrainSample,
 )
 from invrl.types.extra_columns import ExtraColumn
-from invrl.types.groups import Group
 from invrl.types.rollouts import Rollout, RolloutSummary
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
 from invrl.types.token_ages import TokenAges
 from invrl.types.top_logprobs import TopLogprobs
 from invrl.types.turns import Turn
 from invrl.types.weights import WeightVersion
-from invrl.user_code.plugins import takes_keyword
 
 REWARDS_COLUMN = "rewards"
 """Column of a sample's token rewards, where the trainer computes the advantages."""
@@ -80,13 +71,13 @@ def build_batch(
     With `use` "replace", only the most specific reward of a token counts. With "add", a
     token's advantage is the sum of the advantages of its final, child's and
     trajectory's reward and of the turn rewards from its own turn to the end of its
-    sample, each times `rules.discount` for every turn in between. With `baseline`
+    sample, each times the discount for every turn in between. With `baseline`
     "group", turn rewards only and no discount, this is the process supervision of GRPO
     (arXiv 2402.03300, section 4.1.3).
 
     The `rules` shape final rewards and leave rollouts out before rewards are compared
-    (`shaped_groups.py`), and whiten the advantages afterwards. With
-    `rules.token_level` the advantages are 0, and samples have the column "rewards"
+    (`shaped_groups.py`), and whiten the advantages afterwards. Where the trainer
+    computes the advantages they are 0 here, and samples have the column "rewards"
     instead (`token_rewards.py`).
 
     With `masks_stale`, tokens more than `max_staleness` versions older than the batch's
@@ -99,87 +90,106 @@ def build_batch(
     the advantage function does not return one finite number per rollout; ConfigError
     for a reward column that samples do not have.
     """
-    rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
-    declared_columns = tuple(extra_columns)
     groups = [shape_group(group, rules) for group in taken.groups]
     advantage_of: dict[RewardOwner, float] = {}
-    if not rules.token_level:
-        compared_groups = [group.compared for group in groups]
-        advantage_of = _batch_advantages(
-            compared_groups, baseline, advantage_fn, eps, rules
-        )
+    if not rules.algorithm.token_level:
+        compared = [group.compared for group in groups]
+        advantage_of = batch_advantages(compared, baseline, advantage_fn, eps, rules)
+    oldest = WeightVersion(taken.version - max_staleness) if masks_stale else None
+    built = _batch_samples(taken, groups, rollouts, tuple(extra_columns), oldest)
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float64]] = []
-    oldest = WeightVersion(taken.version - max_staleness) if masks_stale else None
-    tokens_by_age: Counter[int] = Counter()
-    num_masked_tokens = num_masked_samples = 0
-    for group in groups:
-        for summary in group.trained():
-            rollout = rollouts_by_session.get(summary.session_id)
-            if rollout is None:
-                place = f"session {summary.session_id} of group {summary.group_id}"
-                raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
-            for trajectory_sample in _trajectory_samples(
-                rollout, declared_columns, oldest
-            ):
-                ages, numbers = np.unique(
-                    taken.version - trajectory_sample.versions_T, return_counts=True
-                )
-                tokens_by_age.update(
-                    dict(zip(ages.tolist(), numbers.tolist(), strict=True))
-                )
-                num_masked_tokens += trajectory_sample.num_masked
-                if not trajectory_sample.sample.loss_mask_T.any():
-                    num_masked_samples += 1
-                    continue
-                sample = trajectory_sample.sample
-                if summary.session_id in group.shaping:
-                    numbers = {
-                        **sample.numbers,
-                        SHAPING_NUMBER: group.shaping[summary.session_id],
-                    }
-                    sample = replace(sample, numbers=numbers)
-                if rules.solved_reward is not None:
-                    is_solved = summary.reward >= rules.solved_reward
-                    sample = replace(
-                        sample,
-                        numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)},
-                    )
-                if rules.token_level:
-                    sample = _with_token_rewards(
-                        sample, summary, trajectory_sample.trajectory.turns, use, rules
-                    )
-                    advantages.append(np.zeros(len(sample.tokens_T)))
-                else:
-                    advantages.append(
-                        _token_advantages(
-                            trajectory_sample,
-                            summary,
-                            advantage_of,
-                            use,
-                            rules.discount,
-                        )
-                    )
-                samples.append(sample)
+    for group, trajectory_sample in built:
+        summary = trajectory_sample.summary
+        turns = trajectory_sample.trajectory.turns
+        sample = _with_reward_numbers(trajectory_sample.sample, summary, group, rules)
+        if not sample.loss_mask_T.any():
+            continue
+        if rules.algorithm.token_level:
+            sample = _with_token_rewards(sample, summary, turns, use, rules)
+            advantages.append(np.zeros(len(sample.tokens_T)))
+        else:
+            advantages_T = token_advantages(
+                summary,
+                turns,
+                sample.loss_mask_T,
+                advantage_of,
+                use=use,
+                discount=rules.algorithm.discount,
+            )
+            advantages.append(advantages_T)
+        samples.append(sample)
     whitened = whiten_samples(
         advantages,
         [sample.loss_mask_T for sample in samples],
         [sample.rollout_id for sample in samples],
-        over=rules.whitening,
-        std_floor=rules.std_floor,
+        over=rules.algorithm.whitened_over,
+        std_floor=rules.algorithm.advantage_std_floor,
     )
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
         samples=tuple(samples),
         advantages=tuple(advantages_T.astype(np.float32) for advantages_T in whitened),
-        ages=TokenAges(
-            bound=max_staleness,
-            tokens=dict(tokens_by_age),
-            masked_tokens=num_masked_tokens,
-            masked_samples=num_masked_samples,
-        ),
+        ages=_token_ages(taken, [sample for _, sample in built], max_staleness),
     )
+
+
+def _batch_samples(
+    taken: TakenBatch,
+    groups: Iterable[ShapedGroup],
+    rollouts: Iterable[Rollout],
+    extra_columns: Sequence[ExtraColumn],
+    oldest: WeightVersion | None,
+) -> list[tuple[ShapedGroup, "_TrajectorySample"]]:
+    """Return the samples of all trained rollouts, with their groups. Raises
+    RunStoreError."""
+    rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
+    samples: list[tuple[ShapedGroup, _TrajectorySample]] = []
+    for group in groups:
+        for summary in group.trained():
+            rollout = rollouts_by_session.get(summary.session_id)
+            if rollout is None:
+                place = f"session {summary.session_id} of group {summary.group_id}"
+                raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
+            for sample in _trajectory_samples(rollout, extra_columns, oldest):
+                samples.append((group, replace(sample, summary=summary)))
+    return samples
+
+
+def _token_ages(
+    taken: TakenBatch, samples: Iterable["_TrajectorySample"], bound: int
+) -> TokenAges:
+    """Count the tokens by age, and what is masked because of it."""
+    ages = [np.empty(0, np.int32)]
+    num_masked_tokens = 0
+    num_masked_samples = 0
+    for sample in samples:
+        ages.append(taken.version - sample.versions_T)
+        num_masked_tokens += sample.num_masked
+        num_masked_samples += not sample.sample.loss_mask_T.any()
+    distinct, counts = np.unique(np.concatenate(ages), return_counts=True)
+    return TokenAges(
+        bound=bound,
+        tokens=dict(zip(distinct.tolist(), counts.tolist(), strict=True)),
+        masked_tokens=num_masked_tokens,
+        masked_samples=num_masked_samples,
+    )
+
+
+def _with_reward_numbers(
+    sample: TrainSample,
+    summary: RolloutSummary,
+    group: ShapedGroup,
+    rules: AdvantageRules,
+) -> TrainSample:
+    """Add the numbers `SHAPING_NUMBER` and `SOLVED_NUMBER`, if the rules have them."""
+    numbers = dict(sample.numbers)
+    if summary.session_id in group.shaping:
+        numbers[SHAPING_NUMBER] = group.shaping[summary.session_id]
+    if rules.solved_reward is not None:
+        numbers[SOLVED_NUMBER] = float(summary.reward >= rules.solved_reward)
+    return replace(sample, numbers=numbers)
 
 
 def _with_token_rewards(
@@ -190,7 +200,7 @@ def _with_token_rewards(
     rules: AdvantageRules,
 ) -> TrainSample:
     columns: list[NDArray[np.float32]] = []
-    for name in rules.reward_columns:
+    for name in rules.algorithm.reward_columns:
         if name not in sample.columns:
             reason = (
                 f"samples have no column of this name, only {sorted(sample.columns)}"
@@ -227,6 +237,8 @@ class _TrainedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TrajectorySample:
+    summary: RolloutSummary
+    """Of its rollout, with the shaped reward where samples are of a batch."""
     trajectory: _TrainedTrajectory
     sample: TrainSample
     versions_T: NDArray[np.int32]
@@ -265,6 +277,7 @@ def _trajectory_samples(
         sample = _training_sample(rollout, trajectory, new_ids, extra_columns, oldest)
         if num_masked or sample.loss_mask_T.any():
             trajectory_sample = _TrajectorySample(
+                summary=rollout.summary,
                 trajectory=trajectory,
                 sample=sample,
                 versions_T=versions_T,
@@ -467,121 +480,3 @@ def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
             f"session {session_id} was sampled at several temperatures: {temperatures}"
         )
     return temperatures.pop()
-
-
-# ----------------------------------------------------------------- advantages
-
-
-def _batch_advantages(
-    groups: Sequence[Group],
-    baseline: RewardBaseline,
-    advantage_fn: AdvantageFn,
-    eps: float,
-    rules: AdvantageRules,
-) -> dict[RewardOwner, float]:
-    if rules.over_batch:
-        return _group_advantages(
-            batch_comparisons(groups, baseline), advantage_fn, eps, None
-        )
-    advantage_of: dict[RewardOwner, float] = {}
-    for group in groups:
-        advantage_of.update(
-            _group_advantages(comparisons(group, baseline), advantage_fn, eps, group)
-        )
-    return advantage_of
-
-
-def _group_advantages(
-    compared: Iterable[Comparison],
-    advantage_fn: AdvantageFn,
-    eps: float,
-    group: Group | None,
-) -> dict[RewardOwner, float]:
-    """Return advantages by owner. `group` is the one whose final rewards are compared
-    first; None: rewards of several groups are compared."""
-    advantage_of: dict[RewardOwner, float] = {}
-    for number, comparison in enumerate(compared):
-        of_rollouts = group if number == 0 else None
-        advantages = _call_advantage_fn(
-            advantage_fn, comparison.rewards_R, eps, of_rollouts
-        )
-        advantage_of.update(zip(comparison.owners, advantages, strict=True))
-    return advantage_of
-
-
-def _call_advantage_fn(
-    advantage_fn: AdvantageFn,
-    rewards_R: NDArray[np.float64],
-    eps: float,
-    group: Group | None,
-) -> Sequence[float]:
-    """Call the function, with the group if it has a parameter for it. None: the rewards
-    are not one per rollout."""
-    if takes_keyword(advantage_fn, "group"):
-        returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
-    else:
-        returned = advantage_fn(rewards_R, eps=eps)
-    advantages_R = np.asarray(returned, np.float64)
-    if advantages_R.shape != rewards_R.shape or not np.isfinite(advantages_R).all():
-        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
-        reason = f"for rewards {rewards_R.tolist()} it returned {advantages_R.tolist()}"
-        fix = "return one finite advantage per reward, also for a single one"
-        raise PluginError("advantage", name, reason, fix)
-    return advantages_R.tolist()
-
-
-def _token_advantages(
-    trajectory_sample: _TrajectorySample,
-    summary: RolloutSummary,
-    advantage_of: Mapping[RewardOwner, float],
-    use: RewardUse,
-    discount: float,
-) -> NDArray[np.float64]:
-    """Return the advantage of each token of a sample, [T]; 0 for untrained tokens."""
-    turns = trajectory_sample.trajectory.turns
-    owners = trajectory_owners(summary, turns)
-    if use == "add":
-        turn_advantages = _summed_advantages(turns, owners, advantage_of, discount)
-    else:
-        turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
-    parts: list[NDArray[np.float64]] = []
-    for turn in trajectory_sample.trajectory.sample_turns:
-        advantage = turn_advantages[turn.id]
-        num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
-        parts.append(np.full(num_tokens, advantage))
-    return np.where(trajectory_sample.sample.loss_mask_T, np.concatenate(parts), 0.0)
-
-
-def _most_particular_advantages(
-    turns: Sequence[Turn],
-    owners: Sequence[RewardOwner],
-    advantage_of: Mapping[RewardOwner, float],
-) -> dict[str, float]:
-    """Return, by turn id, the advantage of the turn's reward, or else of its
-    trajectory's."""
-    trajectory_advantage = advantage_of[owners[-1]]
-    advantages: dict[str, float] = {}
-    for turn in turns:
-        turn_owner = RewardOwner("turn", turn.id)
-        advantages[turn.id] = advantage_of.get(turn_owner, trajectory_advantage)
-    return advantages
-
-
-def _summed_advantages(
-    turns: Sequence[Turn],
-    owners: Sequence[RewardOwner],
-    advantage_of: Mapping[RewardOwner, float],
-    discount: float,
-) -> dict[str, float]:
-    """Return, by turn id, the discounted sum of the advantages of the turn, of the
-    turns that follow it, and of the trajectory, whose rewards come with its last
-    turn."""
-    trajectory_advantage = sum(advantage_of[owner] for owner in owners)
-    turn_sum = 0.0
-    sums: dict[str, float] = {}
-    for turn in reversed(turns):
-        turn_owner = RewardOwner("turn", turn.id)
-        turn_sum = advantage_of.get(turn_owner, 0.0) + discount * turn_sum
-        sums[turn.id] = trajectory_advantage + turn_sum
-        trajectory_advantage *= discount
-    return sums

@@ -61,8 +61,9 @@ from invrl.train.cost.model_size import ComputeCost
 from invrl.train.critic.critic_actor import CriticActor
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
+from invrl.train.ranks.rank_group import RankGroup
 from invrl.train.trainer.train_actor import TrainActor
-from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 from invrl.weights.config import FileWeights
 
 T = TypeVar("T")
@@ -371,7 +372,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
             for settings in _rank_settings(config, folder, critic_layout)
         ]
-        critic = CriticRanks(actors=critic_actors, layout=critic_layout)
+        critic = RankGroup(actors=critic_actors, layout=critic_layout)
     add_samples = None
     if objective_needs(config.algorithm).mismatched_samples:
         add_samples = partial(

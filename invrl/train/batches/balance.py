@@ -158,12 +158,7 @@ class _Load:
 
     def samples(self) -> list[int]:
         """Return the samples, ascending."""
-        rollouts = [
-            rollout
-            for rollouts in self.rollouts_by_group.values()
-            for rollout in rollouts
-        ]
-        return sorted(index for rollout in rollouts for index in rollout)
+        return sorted(index for _, rollout in self.rollouts() for index in rollout)
 
     def rollouts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield (group, rollout)."""

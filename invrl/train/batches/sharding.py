@@ -6,8 +6,9 @@ number of ranks. A rank here is a data-parallel replica: all ranks that hold one
 the model work on the same shard. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from invrl.train.batches.balance import balance
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
@@ -17,6 +18,8 @@ Shard = tuple[TrainBatch, ...]
 """Work of one rank: its share of each mini-batch, in order; each mini-batch is one
 optimizer step. The share's `counts` are those of the whole mini-batch over all ranks:
 the denominators of its loss."""
+
+Item = TypeVar("Item")
 
 
 def shard_batch(
@@ -52,6 +55,19 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
         if counts.samples:
             parts.append(replace(part, counts=counts))
     return parts
+
+
+def by_sample(
+    shards: Iterable[Shard], items: Iterable[Iterable[Item]]
+) -> dict[int, Item]:
+    """Return the items by the `id` of their sample. Each shard has one for each of its
+    samples, in order."""
+    item_of: dict[int, Item] = {}
+    for shard, items_of_shard in zip(shards, items, strict=True):
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        for sample, item in zip(samples, items_of_shard, strict=True):
+            item_of[id(sample)] = item
+    return item_of
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:

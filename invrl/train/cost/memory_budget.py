@@ -274,17 +274,13 @@ class MemoryBudget:
         return parameters + rest - self.size.vocabulary
 
     def _critic_parameters(self, stage: int) -> int:
-        """Count the critic's parameters of a pipeline stage. Its value head is
-        negligible."""
-        layout = self.train.layout
-        parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
-        rest = self.size.total - sum(self.size.by_layer)
-        if not self.config.tie_word_embeddings:
-            rest -= self.size.vocabulary  # the projection
-        if stage == 0:
-            parameters += self.size.vocabulary
-        if stage == layout.pipeline - 1:
-            parameters += rest - self.size.vocabulary  # the final norm
+        """Count the critic's parameters of a pipeline stage: the policy's without the
+        projection. Its value head is negligible."""
+        pipeline = self.train.layout.pipeline
+        parameters = self._parameters(stage)
+        has_projection = pipeline > 1 or not self.config.tie_word_embeddings
+        if stage == pipeline - 1 and has_projection:
+            parameters -= self.size.vocabulary
         return parameters
 
     def _layers(self, stage: int) -> list[int]:

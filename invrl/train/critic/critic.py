@@ -7,8 +7,9 @@ Imported after `device.prepare()`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,21 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import CriticConfig
+from invrl.algorithms.loss_inputs import LossOutputs
 from invrl.algorithms.policy_loss.value_loss import value_loss
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.config import TrainConfig
-from invrl.train.critic.critic_model import CriticModel, build_critic, critic_shape
+from invrl.train.critic.critic_model import CriticModel, critic_shape
 from invrl.train.model.nonfinite_steps import nonfinite
 from invrl.train.model.optimizer import apply_gradients, distribute, make_schedule
 from invrl.train.model.pipeline_schedule import (
     Packed,
     SampleNumbers,
+    Work,
     forward_pass,
     run_schedule,
 )
+from invrl.train.model.policy_model import build_model
 from invrl.train.parallel.process_group import any_rank
 from invrl.train.rank_settings import RankSettings
 from invrl.train.runtime import device
@@ -77,16 +80,6 @@ class CriticStep:
     metrics: dict[str, Metric]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """A micro-batch, and the inputs of its value loss: float32 [N] each."""
-
-    micro_batch: MicroBatch
-    old_N: torch.Tensor
-    returns_N: torch.Tensor
-    tokens: float
-
-
 @dataclass(slots=True, eq=False)
 class Critic:
     """Values and value steps of one rank."""
@@ -121,31 +114,28 @@ class Critic:
         self.optimizer.zero_grad()
         losses: list[torch.Tensor] = []
 
-        def forward_step(
-            work: Iterator[_Work], model: torch.nn.Module
-        ) -> tuple[Any, Any]:
-            item = next(work)
-            output = model(item.micro_batch)
-            if isinstance(output, torch.Tensor):
-                return output, None  # hidden states for the next chunk
+        def loss(
+            old_N: torch.Tensor,
+            returns_N: torch.Tensor,
+            values_N: torch.Tensor,
+            *_: Any,
+        ) -> LossOutputs:
+            outputs = value_loss(
+                values_N,
+                old_N,
+                returns_N,
+                clip=self.value_clip,
+                tokens=targets.tokens,
+            )
+            losses.append(outputs.loss.detach())
+            return outputs
 
-            def compute_loss(
-                values_N: torch.Tensor,
-            ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
-                outputs = value_loss(
-                    values_N,
-                    item.old_N,
-                    item.returns_N,
-                    clip=self.value_clip,
-                    tokens=item.tokens,
-                )
-                losses.append(outputs.loss.detach())
-                return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
-
-            return output[0], compute_loss
-
-        work = [_work(micro_batch, targets) for micro_batch in packed.micro_batches]
-        loss_metrics = run_schedule(self.chunks, forward_step, work, forward_only=False)
+        work: list[Work] = []
+        for micro_batch in packed.micro_batches:
+            old_N = to_device(micro_batch.pick(targets.old), device.device())
+            returns_N = to_device(micro_batch.pick(targets.returns), device.device())
+            work.append((micro_batch, partial(loss, old_N, returns_N)))
+        loss_metrics = run_schedule(self.chunks, work, forward_only=False)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         bad_losses = nonfinite(losses)
         grad_norm = math.nan
@@ -173,7 +163,8 @@ def make_critic(
     `config` is the policy's."""
     critic = settings.algorithm.critic or CriticConfig.model_validate({})
     train = critic_settings(settings.train, critic)
-    chunks = build_critic(
+    chunks = build_model(
+        CriticModel,
         critic_shape(config),
         settings.critic_path or settings.model_path,
         getattr(torch, train.train_dtype),
@@ -189,10 +180,3 @@ def make_critic(
         value_clip=critic.value_clip or 0.0,
         warmup_batches=critic.warmup_steps,
     )
-
-
-def _work(micro_batch: MicroBatch, targets: Targets) -> _Work:
-    def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
-        return to_device(micro_batch.pick(arrays), device.device())
-
-    return _Work(micro_batch, pick(targets.old), pick(targets.returns), targets.tokens)

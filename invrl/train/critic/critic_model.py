@@ -7,26 +7,15 @@ where a log-prob would be, so shared prefixes, packing and every layout of ranks
 those of the policy. Imported after `device.prepare()`.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.train.model.policy_model import PolicyModel, build_chunks
+from invrl.train.model.policy_model import PolicyModel
 from invrl.train.parallel.context_parallel import gather_wanted
 from invrl.train.parallel.context_share import ContextShare
-from invrl.train.parallel.partitions import chunk_parameters, note_partitions
-from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
-from invrl.train.weights.conversion import load_weights, parameters
-
-VALUE_HEAD = "output_layer.weight"
-"""Name of its parameter, which is that of a policy's projection: Megatron expects one
-of this name."""
 
 
 class ValueHead(torch.nn.Module):
@@ -81,20 +70,3 @@ class CriticModel(PolicyModel):
 def critic_shape(config: HuggingFaceConfig) -> HuggingFaceConfig:
     """Return the model without an untied projection: a folder's is not read."""
     return config.model_copy(update={"tie_word_embeddings": True})
-
-
-def build_critic(
-    config: HuggingFaceConfig,
-    folder: str | Path,
-    dtype: torch.dtype,
-    layout: ParallelLayout,
-    options: Mapping[str, Any],
-) -> list[CriticModel]:
-    """Build this rank's chunks of the critic with the folder's weights, on its device.
-    Arguments as for `model.build_model`; `config` is `critic_shape`'s."""
-    chunks = build_chunks(CriticModel, config, dtype, layout, options)
-    own_parameters = chunk_parameters(chunks)
-    own_parameters.pop(VALUE_HEAD, None)
-    note_partitions(own_parameters, parameters(config))
-    load_weights(own_parameters, config, folder)
-    return [chunk.to(device.device()) for chunk in chunks]

@@ -49,9 +49,6 @@ class CriticState(SavedState):
         self.load(path)
         load_random_state(str(Path(path) / CRITIC_FOLDER))
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        return self.sharded(is_loading=is_loading)
-
 
 def critic_folder(path: str) -> str:
     """Return the folder of a checkpoint that holds its critic. Raises TrainError if

@@ -3,11 +3,12 @@ the driver."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.train.batches.sharding import Shard
+from invrl.train.batches.sharding import Shard, by_sample
 
 ValuesOfShard = list[list[NDArray[np.float32]]]
 """Numbers by mini-batch and sample, in the shard's order: [T] each, 0 for untrained
@@ -30,11 +31,8 @@ def reorder_values(
 ) -> list[ValuesOfShard]:
     """Reorder the numbers of `other_shards`, one entry each, for `shards`: the same
     samples, divided in another way."""
-    of_sample: dict[int, NDArray[np.float32]] = {}
-    for shard, of_shard in zip(other_shards, values, strict=True):
-        for mini_batch, arrays in zip(shard, of_shard, strict=True):
-            for sample, array_T in zip(mini_batch.samples, arrays, strict=True):
-                of_sample[id(sample)] = array_T
+    arrays = [chain.from_iterable(of_shard) for of_shard in values]
+    of_sample = by_sample(other_shards, arrays)
     return [
         [[of_sample[id(sample)] for sample in part.samples] for part in shard]
         for shard in shards

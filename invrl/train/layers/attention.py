@@ -9,7 +9,7 @@ of the row's blocks (`sdpa.py`), or on a GPU one kernel for the whole row
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -35,21 +35,8 @@ _MOST_CALLS = 5
 padding."""
 
 
-class RowAttention(Protocol):
-    """Attention of a layer over a packed row, or over this rank's share of it."""
-
-    def attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scale: float,
-    ) -> torch.Tensor:
-        """Return the output [1, heads, Q, dim] for queries of that shape; keys and
-        values [1, heads, K, dim] have fewer heads. `scale` multiplies the products of
-        queries and keys."""
-        ...
+RowAttention = TreeMask | AttentionCalls
+"""Attention of a layer over a packed row, or over this rank's share of it."""
 
 
 @dataclass

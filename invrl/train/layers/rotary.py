@@ -66,13 +66,14 @@ def turned(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def _llama3_frequencies(rope: Llama3Rope, plain: torch.Tensor) -> torch.Tensor:
+    context = rope.original_max_position_embeddings
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     wavelengths = 2 * math.pi / plain
-    longest_fast = rope.original_max_position_embeddings / rope.high_freq_factor
-    shortest_slow = rope.original_max_position_embeddings / rope.low_freq_factor
+    longest_fast = context / high
+    shortest_slow = context / low
     scaled = torch.where(wavelengths > shortest_slow, plain / rope.factor, plain)
-    smooth = (
-        rope.original_max_position_embeddings / wavelengths - rope.low_freq_factor
-    ) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (context / wavelengths - low) / (high - low)
     between = (1 - smooth) * scaled / rope.factor + smooth * scaled
     is_between = (wavelengths >= longest_fast) & (wavelengths <= shortest_slow)
     return torch.where(is_between, between, scaled)
@@ -94,9 +95,9 @@ def _yarn_frequencies(rope: YarnRope, dim: int) -> torch.Tensor:
     last = min(last, dim - 1)
     if first == last:
         last += 0.001  # the ramp is a step
-    ramp = (
-        (torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)
-    ).clamp(0, 1)
+    dimensions = torch.arange(dim // 2, dtype=torch.float32)
+    ramp = (dimensions - first) / (last - first)
+    ramp = ramp.clamp(0, 1)
     kept = 1 - ramp
     return interpolated * (1 - kept) + extrapolated * kept
 

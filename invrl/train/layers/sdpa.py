@@ -54,40 +54,6 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockCalls:
-    """The calls of one attention block."""
-
-    num_queries: int
-    num_keys: int
-    calls: tuple[AttentionCall, ...]
-
-    def attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-    ) -> list[torch.Tensor]:
-        """Return the output of each call, for the tensors of the whole block. Most
-        blocks have one call: then nothing is cut, which would cost an operation of the
-        backward pass for each tensor."""
-        if len(self.calls) == 1:
-            return [self.calls[0].attend(queries, keys, values, scale)]
-        by_call = queries.split_with_sizes(
-            [call.num_queries for call in self.calls], dim=2
-        )
-        return [
-            call.attend(
-                call_queries,
-                keys[:, :, : call.num_keys],
-                values[:, :, : call.num_keys],
-                scale,
-            )
-            for call_queries, call in zip(by_call, self.calls, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AttentionCalls:
     """Calls of all blocks.
 
@@ -98,7 +64,8 @@ class AttentionCalls:
     keys_K: torch.Tensor | None
     """Places of the keys of all blocks among the keys that the rank has, block by
     block; None: [0, P)."""
-    blocks: tuple[BlockCalls, ...]
+    blocks: tuple[tuple[AttentionCall, ...], ...]
+    """Calls of each block. The last call of a block has all of its keys."""
 
     @staticmethod
     def of(
@@ -119,7 +86,7 @@ class AttentionCalls:
         elif any(len(block.prefix_K) for block in blocks):
             keys_K = to_device(np.concatenate(keys_by_block), target)
         largest_QK = _largest_causal_bias(blocks, target, dtype)
-        block_calls: list[BlockCalls] = []
+        block_calls: list[tuple[AttentionCall, ...]] = []
         for block, block_keys_K in zip(blocks, keys_by_block, strict=True):
             num_queries = block.end - block.start
             num_keys = len(block_keys_K)
@@ -130,7 +97,7 @@ class AttentionCalls:
                 calls = (AttentionCall(num_queries, num_keys, None),)
             else:
                 calls = _causal_calls(num_queries, len(block.prefix_K), largest_QK)
-            block_calls.append(BlockCalls(num_queries, num_keys, calls))
+            block_calls.append(calls)
         return AttentionCalls(keys_K=keys_K, blocks=tuple(block_calls))
 
     def attend(
@@ -152,20 +119,46 @@ class AttentionCalls:
         queries = _padded(queries, dim)
         keys = _padded(keys, dim)
         values = _padded(values, dim)
-        num_queries = [block.num_queries for block in self.blocks]
-        num_keys = [block.num_keys for block in self.blocks]
+        num_queries = [sum(call.num_queries for call in calls) for calls in self.blocks]
+        num_keys = [calls[-1].num_keys for calls in self.blocks]
         blocks = zip(
+            self.blocks,
             queries.split_with_sizes(num_queries, dim=2),
             keys.split_with_sizes(num_keys, dim=2),
             values.split_with_sizes(num_keys, dim=2),
-            self.blocks,
             strict=True,
         )
         outputs: list[torch.Tensor] = []
-        for block_queries, block_keys, block_values, block in blocks:
-            outputs += block.attend(block_queries, block_keys, block_values, scale)
+        for calls, block_queries, block_keys, block_values in blocks:
+            outputs += _attend_block(
+                calls, block_queries, block_keys, block_values, scale
+            )
         output = outputs[0] if len(outputs) == 1 else _joined(outputs)
         return output if value_dim == dim else output[..., :value_dim]
+
+
+def _attend_block(
+    calls: Sequence[AttentionCall],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Return the output of each call, for the tensors of the whole block. Most blocks
+    have one call: then nothing is cut, which would cost an operation of the backward
+    pass for each tensor."""
+    if len(calls) == 1:
+        return [calls[0].attend(queries, keys, values, scale)]
+    by_call = queries.split_with_sizes([call.num_queries for call in calls], dim=2)
+    return [
+        call.attend(
+            call_queries,
+            keys[:, :, : call.num_keys],
+            values[:, :, : call.num_keys],
+            scale,
+        )
+        for call_queries, call in zip(by_call, calls, strict=True)
+    ]
 
 
 def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -27,6 +27,10 @@ SampleNumbers = list[NDArray[np.float32]]
 """One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0
 elsewhere."""
 
+Work = tuple[MicroBatch, Callable[..., Any]]
+"""A micro-batch, and the function of the model's outputs for it: with a gradient it
+returns LossOutputs."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
@@ -70,23 +74,42 @@ def pack_sequences(
 
 def run_schedule(
     chunks: Sequence[DistributedDataParallel],
-    forward_step: Callable[..., Any],
-    items: Sequence[Any],
+    work: Sequence[Work],
     *,
     forward_only: bool,
     progress: StepProgress | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule over one item per micro-batch. Returns the results of the
-    forward step's loss function for each of them; nothing on a pipeline stage that is
-    not the last. `progress` counts the items that this rank's first chunk has begun."""
-    iterators = [iter(items) for _ in chunks]
+    """Run Megatron's schedule. Returns the metrics of each micro-batch's loss, or with
+    `forward_only` what its function returns; nothing on a pipeline stage that is not
+    the last. `progress` counts the micro-batches that this rank's first chunk has
+    begun."""
+
+    def forward_step(
+        remaining: Iterator[Work], model: torch.nn.Module
+    ) -> tuple[Any, Any]:
+        micro_batch, compute = next(remaining)
+        output = model(micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None  # hidden states for the next chunk
+        first_N, *others = output
+
+        def compute_loss(output_N: torch.Tensor, **_: bool) -> Any:
+            """Return (loss to sum, Megatron's unused token count, metrics)."""
+            outputs = compute(output_N, *others)
+            if forward_only:
+                return outputs
+            return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
+
+        return first_N, compute_loss
+
+    iterators = [iter(work) for _ in chunks]
     if progress is not None:
-        iterators[0] = progress.counted(items, len(items))
+        iterators[0] = progress.counted(work, len(work))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators,
         model=list(chunks),
-        num_microbatches=len(items),
+        num_microbatches=len(work),
         seq_length=0,  # the stages tell each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
@@ -105,8 +128,10 @@ def forward_pass(
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
             chunks,
-            _forward_only,
-            concatenate_micro_batches(packed),
+            [
+                (micro_batch, _first_output)
+                for micro_batch in concatenate_micro_batches(packed)
+            ],
             forward_only=True,
             progress=progress,
         )
@@ -123,16 +148,5 @@ def forward_pass(
     return by_part
 
 
-def _forward_only(
-    micro_batches: Iterator[MicroBatch], model: torch.nn.Module
-) -> tuple[Any, Any]:
-    """Megatron's forward step if only a number for each wanted token is needed."""
-    output = model(next(micro_batches))
-    if isinstance(output, torch.Tensor):
-        return output, None  # hidden states for the next chunk
-    return output[0], _unchanged
-
-
-def _unchanged(output_N: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
-    """Return the output. Megatron calls this instead of a loss function."""
+def _first_output(output_N: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
     return output_N

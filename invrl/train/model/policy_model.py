@@ -45,7 +45,7 @@ from invrl.train.layers.routing_replay import Routing, RoutingRecorder
 from invrl.train.model.logprobs import projected_logprobs
 from invrl.train.parallel.context_parallel import gather_wanted, own_share
 from invrl.train.parallel.context_share import ContextShare
-from invrl.train.parallel.partitions import chunk_parameters, note_partitions
+from invrl.train.parallel.partitions import HEAD, chunk_parameters, note_partitions
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
@@ -216,41 +216,31 @@ Model = TypeVar("Model", bound=PolicyModel)
 
 
 def build_model(
+    model_class: type[Model],
     config: HuggingFaceConfig,
     folder: str | Path,
     dtype: torch.dtype,
     layout: ParallelLayout,
     options: Mapping[str, Any],
-) -> list[PolicyModel]:
+) -> list[Model]:
     """Build this rank's chunks of the model with the folder's weights, on its device:
     one, or with virtual stages several.
 
     `options` are TransformerConfig fields that the user set, checked by
     `megatron_args`.
     """
-    chunks = build_chunks(PolicyModel, config, dtype, layout, options)
+    transformer = transformer_config(config, dtype, layout, options)
+    num_chunks = transformer.virtual_pipeline_model_parallel_size
+    numbers = [None] if num_chunks is None else range(num_chunks)
+    chunks = [
+        _build_chunk(model_class, config, transformer, number) for number in numbers
+    ]
     own_parameters = chunk_parameters(chunks)
+    if not model_class.projects:
+        own_parameters.pop(HEAD, None)
     note_partitions(own_parameters, parameters(config))
     load_weights(own_parameters, config, folder)
     return [chunk.to(device.device()) for chunk in chunks]
-
-
-def build_chunks(
-    model_class: type[Model],
-    config: HuggingFaceConfig,
-    dtype: torch.dtype,
-    layout: ParallelLayout,
-    options: Mapping[str, Any],
-) -> list[Model]:
-    """Build this rank's chunks, without weights. Arguments as for `build_model`."""
-    transformer = transformer_config(config, dtype, layout, options)
-    num_chunks = transformer.virtual_pipeline_model_parallel_size
-    if num_chunks is None:
-        return [_build_chunk(model_class, config, transformer, None)]
-    return [
-        _build_chunk(model_class, config, transformer, number)
-        for number in range(num_chunks)
-    ]
 
 
 def _build_chunk(

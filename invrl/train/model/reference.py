@@ -15,7 +15,7 @@ weights. Imported after `device.prepare()`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,26 +126,26 @@ class FrozenReference:
             yield
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Exchange:
     """Parameters whose weights are exchanged together."""
 
-    def __init__(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self._weights = weights
-        self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Trained weights, while the reference's are in."""
+    weights: Mapping[torch.Tensor, torch.Tensor]
+    trained: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Trained weights, while the reference's are in."""
 
     def bring_in(self) -> None:
-        for parameter, weight in self._weights.items():
-            self._trained.append((parameter, parameter.data))
+        for parameter, weight in self.weights.items():
+            self.trained.append((parameter, parameter.data))
             parameter.data = weight.to(
                 parameter.device, parameter.dtype, non_blocking=True
             )
 
     def put_back(self) -> None:
         """Restore the trained weights; do nothing if they are in."""
-        for parameter, trained in self._trained:
+        for parameter, trained in self.trained:
             parameter.data = trained
-        self._trained.clear()
+        self.trained.clear()
 
 
 def _kept(

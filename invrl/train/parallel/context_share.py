@@ -86,12 +86,13 @@ class ContextShare:
     def own_projections(self) -> tuple[MicroBatch, NDArray[np.bool_]]:
         """Return the micro-batch with only the rows of logits of this rank's tokens,
         and which of the wanted tokens [N] these predict."""
+        micro_batch = self.micro_batch
         if self.gathered_P is None:
-            return self.micro_batch, np.ones(len(self.micro_batch.targets_N), np.bool_)
-        is_own_U = np.isin(self.micro_batch.project_U, self.places_Q)
-        return self.micro_batch.with_projections(is_own_U), is_own_U[
-            self.micro_batch.projection_N
-        ]
+            is_own_N = np.ones(len(micro_batch.targets_N), np.bool_)
+            return micro_batch, is_own_N
+        is_own_U = np.isin(micro_batch.project_U, self.places_Q)
+        is_own_N = is_own_U[micro_batch.projection_N]
+        return micro_batch.with_projections(is_own_U), is_own_N
 
     def own_indices(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of each of these places among this rank's tokens. All must
@@ -101,19 +102,23 @@ class ContextShare:
 
 def _owners(blocks: Sequence[AttentionBlock], ranks: int) -> NDArray[np.int64]:
     """Return the rank of each token [P]. Blocks tile the packed tokens."""
+    num_pieces = 2 * ranks
     owners: list[NDArray[np.int64]] = []
     for block in blocks:
         num_queries = block.end - block.start
-        piece = np.arange(num_queries) * (2 * ranks) // num_queries
-        owners.append(np.minimum(piece, 2 * ranks - 1 - piece))
+        piece = np.arange(num_queries) * num_pieces // num_queries
+        from_the_end = num_pieces - 1 - piece
+        owners.append(np.minimum(piece, from_the_end))
     return np.concatenate(owners)
 
 
 def _queries(block: AttentionBlock, start: int, end: int) -> AttentionBlock:
     """Return the queries [start, end) of a block alone."""
-    prefix_K = np.concatenate([block.prefix_K, np.arange(block.start, start)])
+    before_K = np.arange(block.start, start)
+    prefix_K = np.concatenate([block.prefix_K, before_K])
     mask_QK = None
     if block.mask_QK is not None:
+        queries = slice(start - block.start, end - block.start)
         num_keys = len(prefix_K) + end - start
-        mask_QK = block.mask_QK[start - block.start : end - block.start, :num_keys]
+        mask_QK = block.mask_QK[queries, :num_keys]
     return AttentionBlock(start=start, end=end, prefix_K=prefix_K, mask_QK=mask_QK)

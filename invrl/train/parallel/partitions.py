@@ -19,7 +19,9 @@ from invrl.families.parameter import Parameter
 _LAYERS = "decoder.layers."
 _LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
-_HEAD = "output_layer.weight"
+HEAD = "output_layer.weight"
+"""The projection to the vocabulary, or the value head of a critic: Megatron expects one
+of this name."""
 
 
 def chunk_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
@@ -42,7 +44,7 @@ def chunk_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
             if name.startswith(_LAYERS):
                 number, _, rest = name.removeprefix(_LAYERS).partition(".")
                 name = f"{_LAYERS}{first_layer + int(number)}.{_with_expert_number(rest, chunk.config)}"
-            elif name == _HEAD and chunk.share_embeddings_and_output_weights:
+            elif name == HEAD and chunk.share_embeddings_and_output_weights:
                 name = _EMBEDDING
             named[name] = tensor
     return named

@@ -5,6 +5,7 @@ A checkpoint that one layout of ranks wrote can be loaded by any other.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from invrl.errors import TrainError
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train.model.policy_model import PolicyModel
+from invrl.train.parallel.process_group import max_over_ranks
 from invrl.train.ranks.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.ranks.joint_write import write_jointly
 from invrl.train.runtime import device
@@ -57,7 +59,7 @@ class SavedState:
         folder = Path(path)
         write_jointly(folder, partial(_make_empty, folder))
         self._late.clear()
-        state = self._sharded_state(is_loading=False)
+        state = self.sharded(is_loading=False)
         tensors = TensorByTensor(self._late, copies=copies)
         sharded_state, common_state = save_preprocess(state)
         write_common = partial(_write_common, folder, common_state)
@@ -65,7 +67,8 @@ class SavedState:
         request = tensors.async_save(sharded_state, folder)
         return Saving(folder, request, tensors, device.random_state(), written)
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+    def sharded(self, *, is_loading: bool) -> dict[str, Any]:
+        """Return this rank's share, to be saved or filled."""
         raise NotImplementedError
 
 
@@ -103,7 +106,7 @@ class Trained:
         optimizer: Any = self._optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=metadata
         )
-        steps = _steps_on_all_ranks(parts)
+        steps = max_over_ranks(steps_made([part.optimizer for part in parts]))
         for place, part in enumerate(parts):
             of_part = optimizer if len(parts) == 1 else optimizer[place]
             write_steps(
@@ -124,64 +127,47 @@ class Trained:
         self._schedule.load_state_dict(state["schedule"])
 
 
-def _steps_on_all_ranks(parts: Sequence[Any]) -> float:
-    """Return the steps of the rank that has made the most. Called on all ranks
-    together."""
-    steps = torch.tensor(
-        [steps_made([part.optimizer for part in parts])], device=device.device()
-    )
-    torch.distributed.all_reduce(steps, torch.distributed.ReduceOp.MAX)
-    return steps.item()
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Saving:
     """A checkpoint that this rank is writing."""
 
-    def __init__(
-        self,
-        folder: Path,
-        request: AsyncRequest,
-        tensors: TensorByTensor,
-        random_state: object,
-        written: FileEntries,
-    ) -> None:
-        """`written`: the entries of the files that this rank has already written."""
-        self._folder = folder
-        self._request = request
-        self._tensors = tensors
-        self._random_state = random_state
-        self._written = written
+    folder: Path
+    request: AsyncRequest
+    tensors: TensorByTensor
+    random_state: object
+    written: FileEntries
+    """Entries of the files that this rank has already written."""
 
     def write(self) -> None:
         """Write this rank's tensors. `finish` raises its failure."""
-        assert self._request.async_fn is not None
-        self._request.async_fn(*self._request.async_fn_args)
+        assert self.request.async_fn is not None
+        self.request.async_fn(*self.request.async_fn_args)
 
     def finish(self) -> FileEntries:
         """Finish the checkpoint. Called on all ranks together, once all have written.
         Returns the entries of the files that this rank has written. Raises TrainError
         if they could not be written, DiskFullError if there was no space."""
-        write_jointly(self._folder, self._tensors.check_written)
-        for finish in self._request.finalize_fns:
+        write_jointly(self.folder, self.tensors.check_written)
+        for finish in self.request.finalize_fns:
             finish()
-        return write_jointly(self._folder, self._write_rest)
+        return write_jointly(self.folder, self._write_rest)
 
     def _write_rest(self) -> FileEntries:
         """Write what Megatron reads first, on rank 0, and this rank's random state."""
-        self._tensors.check_written()  # the index of the tensors, on rank 0
+        self.tensors.check_written()  # the index of the tensors, on rank 0
         if torch.distributed.get_rank() == 0:
             format_of_tensors = CheckpointingConfig(
-                self._tensors.backend, self._tensors.version
+                self.tensors.backend, self.tensors.version
             )
-            save_config(format_of_tensors, str(self._folder))
-        rng_file = _rng_file(self._folder)
+            save_config(format_of_tensors, str(self.folder))
+        rng_file = _rng_file(self.folder)
         rng_file.parent.mkdir(exist_ok=True)
         with ChecksummedFile(rng_file) as file:
-            torch.save(self._random_state, cast(Any, file))
+            torch.save(self.random_state, cast(Any, file))
         return {
-            **self._written,
-            **self._tensors.written,
-            rng_file.relative_to(self._folder).as_posix(): file.entry(),
+            **self.written,
+            **self.tensors.written,
+            rng_file.relative_to(self.folder).as_posix(): file.entry(),
         }
 
 

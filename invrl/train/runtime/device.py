@@ -108,18 +108,7 @@ def fuses() -> bool:
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate a function of tensors without side effects, which is compiled for all
     lengths if `fuses`."""
-
-    @functools.cache
-    def compiled() -> Callable[Parameters, Result]:
-        return torch.compile(function, dynamic=True, backend=compiler())
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        if fuses():
-            return compiled()(*args, **options)
-        return function(*args, **options)
-
-    return call
+    return _fused(function, by_row=False)
 
 
 def fused_by_row(
@@ -128,16 +117,22 @@ def fused_by_row(
     """Decorate like `fused`, for all lengths of the first dimension of tensors that
     have several. The other dimensions are sizes of the model: code that knows them is
     faster."""
+    return _fused(function, by_row=True)
 
+
+def _fused(
+    function: Callable[Parameters, Result], *, by_row: bool
+) -> Callable[Parameters, Result]:
     @functools.cache
     def compiled() -> Callable[Parameters, Result]:
-        return torch.compile(function, backend=compiler())
+        dynamic = None if by_row else True
+        return torch.compile(function, dynamic=dynamic, backend=compiler())
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
         if not fuses():
             return function(*args, **options)
-        for argument in args:
+        for argument in args if by_row else ():
             if isinstance(argument, torch.Tensor) and argument.dim() > 1:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         return compiled()(*args, **options)

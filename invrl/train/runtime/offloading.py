@@ -12,6 +12,7 @@ from there. On a CPU the same copies are made from memory to memory. Imported af
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,24 +22,20 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from invrl.train.runtime import device
 
 
+@dataclass(slots=True, eq=False)
 class TrainingMemory:
     """Training memory of a rank. `chunks` and `optimizers` are all of the rank,
     including a critic's."""
 
-    def __init__(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        optimizers: Sequence[ChainedOptimizer],
-    ) -> None:
-        self._chunks = chunks
-        self._optimizers = optimizers
-        self.is_offloaded = False
+    chunks: Sequence[DistributedDataParallel]
+    optimizers: Sequence[ChainedOptimizer]
+    is_offloaded: bool = False
 
     def offload(self) -> None:
         """Release the memory to the device. Does nothing if already offloaded."""
         if self.is_offloaded:
             return
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad()  # parts of the gradients' memory
         states = list(self._states())
         copies = [device.copy_to_host(state.data) for state in states]
@@ -67,7 +64,7 @@ class TrainingMemory:
 
     def _buffers(self) -> Iterator[Any]:
         """Yield Megatron's buffers, each with the gradients of many parameters."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             yield from cast(Any, chunk.buffers)
             yield from cast(Any, chunk.expert_parallel_buffers)
 
@@ -76,10 +73,10 @@ class TrainingMemory:
         not the step counts, which are single numbers."""
         model_storages = {
             parameter.untyped_storage().data_ptr()
-            for chunk in self._chunks
+            for chunk in self.chunks
             for parameter in chunk.parameters()
         }
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for part in optimizer.chained_optimizers:
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:

@@ -9,7 +9,7 @@ result is meaningless, and is not used. Imported after `device.prepare()`."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,24 +26,15 @@ from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from invrl.algorithms.policy_loss.kl import estimate
 from invrl.algorithms.policy_loss.ratios import LOG_RATIO_BOUND
 from invrl.train.batches.sharding import Shard
+from invrl.train.critic.critic import Targets
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import sum_over_replicas
+from invrl.train.step.prepared_batch import BatchWithAdvantages
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Max, Mean, Metric
 
 REWARDS = "rewards"
 """Column of a sample with the reward of each token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Credit:
-    """Credit of a shard: one entry per mini-batch."""
-
-    shard: Shard
-    """Mini-batches with their advantages: the critic's, if the settings want them."""
-    returns: Sequence[SampleNumbers]
-    metrics: dict[str, Metric]
-    """Equal on every data-parallel rank, except for means, which add up."""
 
 
 def estimate_advantages(
@@ -53,10 +44,10 @@ def estimate_advantages(
     old: Sequence[SampleNumbers],
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
-) -> Credit:
+) -> BatchWithAdvantages:
     """Estimate advantages; all inputs have one entry per mini-batch. `values` is None
     without a critic: the advantage of a token is then the discounted sum of the rewards
-    from it on. `old` has log-probs under the old policy, for V-trace and for the KL in
+    from it on, and there are no targets. `old` has log-probs under the old policy, for V-trace and for the KL in
     the reward. The data-parallel ranks call it together."""
     advantages_by_step: list[list[TokenAdvantages]] = []
     kl = Mean(0.0, 0.0)
@@ -87,18 +78,26 @@ def estimate_advantages(
                 )
             )
         advantages_by_step.append(of_step)
-    returns = [
-        [of_sample.returns_T.astype(np.float32) for of_sample in of_step]
-        for of_step in advantages_by_step
-    ]
     metrics: dict[str, Metric] = {}
+    targets: list[Targets | None] = [None] * len(shard)
     if values is not None:
         metrics = _value_fit_metrics(shard, values, advantages_by_step)
+        targets = [
+            Targets(
+                old=values[at],
+                returns=[
+                    of_sample.returns_T.astype(np.float32)
+                    for of_sample in advantages_by_step[at]
+                ],
+                tokens=mini_batch.trained.tokens,
+            )
+            for at, mini_batch in enumerate(shard)
+        ]
     if config.kl_in_token_rewards:
         metrics["kl_in_reward"] = kl
     if config.token_level:
         shard = _with_advantages(shard, advantages_by_step, config)
-    return Credit(shard=shard, returns=returns, metrics=metrics)
+    return BatchWithAdvantages(shard=shard, targets=targets, metrics=metrics)
 
 
 def token_rewards(sample: TrainSample) -> NDArray[np.float64]:

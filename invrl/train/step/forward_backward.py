@@ -7,8 +7,9 @@ Imported after `device.prepare()`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ class LossPass:
         """
         metrics = run_schedule(
             self.chunks,
-            self._forward_step,
-            work,
+            [(item.micro_batch, partial(self._loss, item)) for item in work],
             forward_only=False,
             progress=self.progress,
         )
@@ -71,49 +71,22 @@ class LossPass:
         with torch.no_grad():
             outputs: list[LossOutputs] = run_schedule(
                 self.chunks,
-                self._evaluation_step,
-                work,
+                [(item.micro_batch, partial(self._evaluate, item)) for item in work],
                 forward_only=True,
                 progress=self.progress,
             )
         return [{"loss": Sum(float(part.loss)), **part.metrics} for part in outputs]
 
-    def _forward_step(
-        self, work: Iterator[LossBatch], model: torch.nn.Module
-    ) -> tuple[Any, Any]:
-        """Run Megatron's forward step: return the model's output, and the function that
-        computes the loss from it."""
-        item = next(work)
-        output = model(item.micro_batch)
-        if isinstance(output, torch.Tensor):
-            return output, None  # hidden states for the next chunk
-        logprobs_N, *others = output
+    def _evaluate(self, item: LossBatch, *outputs: Any) -> LossOutputs:
+        return self.objective(item.inputs(*outputs))
 
-        def compute_loss(
-            current_N: torch.Tensor,
-        ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
-            """Return (loss to sum, Megatron's unused token count, metrics)."""
-            if self.records_logprobs:
-                self.current.append(current_N.detach())
-            with self.stopwatch.running():
-                outputs = self.objective(item.inputs(current_N, *others))
-            check_outputs(self.name, outputs)
-            self._losses.append(outputs.loss.detach())
-            return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
-
-        return logprobs_N, compute_loss
-
-    def _evaluation_step(
-        self, work: Iterator[LossBatch], model: torch.nn.Module
-    ) -> tuple[Any, Any]:
-        """Run Megatron's forward step if only the metrics of the loss are needed."""
-        item = next(work)
-        output = model(item.micro_batch)
-        if isinstance(output, torch.Tensor):
-            return output, None
-        logprobs_N, *others = output
-
-        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> LossOutputs:
-            return self.objective(item.inputs(current_N, *others))
-
-        return logprobs_N, measure
+    def _loss(
+        self, item: LossBatch, current_N: torch.Tensor, *rest: Any
+    ) -> LossOutputs:
+        if self.records_logprobs:
+            self.current.append(current_N.detach())
+        with self.stopwatch.running():
+            outputs = self._evaluate(item, current_N, *rest)
+        check_outputs(self.name, outputs)
+        self._losses.append(outputs.loss.detach())
+        return outputs

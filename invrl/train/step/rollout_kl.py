@@ -18,8 +18,9 @@ from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import gather_from_replicas
 from invrl.train.step.advantage_estimation import divergence
+from invrl.train.step.prepared_batch import BatchWithAdvantages
 from invrl.types.batches import TrainBatch
-from invrl.types.metrics import Mean, Metric
+from invrl.types.metrics import Mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ def with_rollout_kl(
     old: Sequence[SampleNumbers],
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
-) -> tuple[Shard, dict[str, Metric]]:
-    """Return the shard with the KL in its advantages. `old` and `reference` are
+) -> BatchWithAdvantages:
+    """Add the KL to the advantages of a batch without critic. `old` and `reference` are
     log-probs, one entry per mini-batch. The data-parallel ranks call it together: the
     rollouts of a group may be on several of them."""
     assert config.kl is not None
@@ -74,9 +75,12 @@ def with_rollout_kl(
             )
         )
         changed.append(replace(mini_batch, advantages=advantages))
-    return tuple(changed), {
-        "kl_in_reward": Mean(sum(sample.kl for sample in samples), num_tokens)
-    }
+    kl = Mean(sum(sample.kl for sample in samples), num_tokens)
+    return BatchWithAdvantages(
+        shard=tuple(changed),
+        targets=[None] * len(changed),
+        metrics={"kl_in_reward": kl},
+    )
 
 
 def kl_advantages(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from invrl.interfaces import TokenRecord
-from invrl.train.batches.sharding import Shard
+from invrl.train.batches.sharding import Shard, by_sample
 from invrl.types.batches import TrainBatch
 
 if TYPE_CHECKING:
@@ -57,12 +57,7 @@ def batch_records(
 ) -> tuple[TokenRecord | None, ...]:
     """Return the records in the order of the batch's samples. `records` are those of
     each replica, in the order of its shard, or none at all."""
-    record_of: dict[int, TokenRecord | None] = {}
-    for shard, records_of_shard in zip(shards, records, strict=True):
-        if records_of_shard:
-            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-            for sample, record in zip(samples, records_of_shard, strict=True):
-                record_of[id(sample)] = record
-    if not record_of:
+    if not any(records):
         return ()
+    record_of = by_sample(shards, records)
     return tuple(record_of.get(id(sample)) for sample in batch.samples)

@@ -22,7 +22,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -30,14 +29,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.objectives.objectives import load_objective, objective_needs
-from invrl.algorithms.policy_loss.axis_plugins import (
-    load_adaptations,
-    load_sample_weight,
-)
+from invrl.algorithms.policy_loss.axis_plugins import load_sample_weight
 from invrl.errors import TrainError
-from invrl.interfaces import Adaptation, Objective, StepResult, TokenRecord
+from invrl.interfaces import Objective, StepResult, TokenRecord
 from invrl.train.batches.grammar_masks import GrammarMasks
-from invrl.train.batches.micro_batch import TokenSequence
 from invrl.train.batches.sharding import Shard
 from invrl.train.config import TrainConfig
 from invrl.train.cost.model_size import ComputeCost
@@ -53,9 +48,10 @@ from invrl.train.model.pipeline_schedule import (
 )
 from invrl.train.model.reference import FrozenReference
 from invrl.train.model.step_progress import StepProgress
-from invrl.train.parallel.process_group import any_rank, mean_over_ranks, sum_in_order
+from invrl.train.parallel.process_group import any_rank
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
+from invrl.train.step.adapted_settings import AdaptedSettings
 from invrl.train.step.advantage_estimation import estimate_advantages
 from invrl.train.step.forward_backward import LossPass
 from invrl.train.step.logprob_passes import LogprobPasses
@@ -66,12 +62,25 @@ from invrl.train.step.sample_columns import coupled_numbers, with_rollout_number
 from invrl.train.step.throughput import work_amounts
 from invrl.train.step.token_records import mini_batch_records
 from invrl.types.batches import TrainBatch
-from invrl.types.metrics import Max, Mean, Metric, Sum, merge, timed
+from invrl.types.metrics import Max, Mean, Metric, merge, timed
 
 _WITHOUT_CANDIDATES = (
     "the objective reads the likeliest tokens in the place of each trained one, and no sample of the batch has "
     "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PolicyStep:
+    """Result of an optimizer step of the policy."""
+
+    grad_norm: float
+    """0 or not finite: no step was made."""
+    bad_losses: list[float]
+    """Losses on this rank that are not finite."""
+    metrics: list[dict[str, Metric]]
+    """Of each micro-batch, and of the step; empty if the gradient is not finite."""
+    records: list[TokenRecord]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,19 +109,13 @@ class TrainStep:
     """None: no routing is replayed or compared."""
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
-    adapted: dict[str, Mapping[str, float]] = field(init=False)
-    """State of each adaptation after the batches so far, by its name."""
+    adapted: AdaptedSettings = field(init=False)
     logprob_passes: LogprobPasses = field(init=False)
-    _adaptations: Mapping[str, Adaptation] = field(init=False)
     _objective: Objective = field(init=False)
     _nonfinite: NonfiniteSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._adaptations = load_adaptations(self.algorithm)
-        self.adapted = {
-            name: adaptation.start(self.algorithm)
-            for name, adaptation in self._adaptations.items()
-        }
+        self.adapted = AdaptedSettings(self.algorithm, self.layout)
         self.logprob_passes = LogprobPasses(
             self.chunks,
             layout=self.layout,
@@ -151,7 +154,7 @@ class TrainStep:
         optimizer step."""
         started = time.monotonic()
         seconds: dict[str, float] = {}
-        self._objective = load_objective(self._adapted_settings())
+        self._objective = load_objective(self.adapted.settings())
         self._check_candidates(shard)
         with timed(seconds, "objective"):
             packed = [
@@ -198,7 +201,6 @@ class TrainStep:
     ) -> StepResult:
         """Make the optimizer steps of `run`: of a critic on these ranks, and of the
         policy, which makes none while only the critic learns."""
-        algorithm = self.algorithm
         seconds = prepared.seconds
         packed = prepared.packed
         metrics: dict[str, Metric] = dict(with_advantages.metrics)
@@ -235,54 +237,28 @@ class TrainStep:
                 token_records += [None] * len(mini_batch.samples)
                 self._nonfinite.end()
                 continue
-            numbers = self._sequence_numbers(
-                mini_batch, packed_sequences, reference, seconds
+            step = self._policy_step(
+                mini_batch,
+                packed_sequences,
+                old=old,
+                reference=reference,
+                teacher=teacher,
+                targets=targets,
+                seconds=seconds,
             )
-            with timed(seconds, "objective"):
-                work = make_loss_batches(
-                    mini_batch,
-                    packed_sequences,
-                    old,
-                    reference,
-                    numbers,
-                    algorithm=algorithm,
-                    teacher=teacher,
-                    targets=targets,
-                )
-            learning_rate = float(self.optimizer.param_groups[0]["lr"])
-            loss_pass = self._loss_pass(
-                records_logprobs=self.train.record_trained_tokens
-            )
-            grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
-            token_records += mini_batch_records(
-                mini_batch, packed_sequences, old, loss_pass.current
-            )
-            if not math.isfinite(grad_norm):
+            token_records += step.records
+            if not math.isfinite(step.grad_norm):
                 nonfinite_steps += 1
-                self._nonfinite.count(mini_batch, grad_norm, loss_pass.bad_losses)
+                self._nonfinite.count(mini_batch, step.grad_norm, step.bad_losses)
                 continue
             self._nonfinite.end()
-            if grad_norm > 0.0:
-                self.schedule.step(1)
+            if step.grad_norm > 0.0:
                 optimizer_steps += 1
             else:
                 skipped_steps += 1
-            step_metrics: dict[str, Metric] = {
-                "grad_norm": Mean(grad_norm),
-                "lr": Mean(learning_rate),
-            }
-            if loss_pass.losses:
-                # The sum over replicas, the mean over optimizer steps.
-                step_metrics["minimized_loss"] = Mean(
-                    sum(loss_pass.losses), 1 / self.layout.data
-                )
-            step_metrics |= self._adapt(
-                "optimizer_step", loss_metrics, changes=grad_norm > 0.0
-            )
-            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
-            metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+            metrics = merge([metrics, *step.metrics])
         self.progress.end()
-        metrics |= self._adapt("batch", [metrics], changes=True)
+        metrics |= self.adapted.adapt("batch", [metrics], changes=True)
         self._move_reference(prepared.shard)
         if self.critic is not None:
             self.critic.batches += 1
@@ -305,14 +281,63 @@ class TrainStep:
             else (),
         )
 
+    def _policy_step(
+        self,
+        mini_batch: TrainBatch,
+        packed: Packed,
+        *,
+        old: SampleNumbers | None,
+        reference: SampleNumbers | None,
+        teacher: SampleNumbers | None,
+        targets: Targets | None,
+        seconds: dict[str, float],
+    ) -> _PolicyStep:
+        """Make the policy's step on a mini-batch, and what follows from it: the next
+        learning rate, adapted settings, balanced experts."""
+        numbers = self._sequence_numbers(mini_batch, packed, reference, seconds)
+        with timed(seconds, "objective"):
+            work = make_loss_batches(
+                mini_batch,
+                packed,
+                old,
+                reference,
+                numbers,
+                algorithm=self.algorithm,
+                teacher=teacher,
+                targets=targets,
+            )
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        loss_pass = self._loss_pass(records_logprobs=self.train.record_trained_tokens)
+        grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
+        metrics: list[dict[str, Metric]] = []
+        if math.isfinite(grad_norm):
+            if grad_norm > 0.0:
+                self.schedule.step(1)
+            step_metrics: dict[str, Metric] = {
+                "grad_norm": Mean(grad_norm),
+                "lr": Mean(learning_rate),
+            }
+            if loss_pass.losses:
+                # The sum over replicas, the mean over optimizer steps.
+                step_metrics["minimized_loss"] = Mean(
+                    sum(loss_pass.losses), 1 / self.layout.data
+                )
+            step_metrics |= self.adapted.adapt(
+                "optimizer_step", loss_metrics, changes=grad_norm > 0.0
+            )
+            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
+            metrics = [*loss_metrics, step_metrics, expert_metrics]
+        return _PolicyStep(
+            grad_norm=grad_norm,
+            bad_losses=loss_pass.bad_losses,
+            metrics=metrics,
+            records=mini_batch_records(mini_batch, packed, old, loss_pass.current),
+        )
+
     @property
     def progress(self) -> StepProgress:
         """Current work. Other threads may read it."""
         return self.logprob_passes.progress
-
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> SampleNumbers:
-        """See `LogprobPasses.logprobs`."""
-        return self.logprob_passes.logprobs(sequences)
 
     def _loss_pass(self, *, records_logprobs: bool) -> LossPass:
         return LossPass(
@@ -379,54 +404,6 @@ class TrainStep:
         self.progress.end()
         return merge(measured)
 
-    def _adapted_settings(self) -> AlgorithmConfig:
-        """Return the settings as the adaptations have changed them so far."""
-        algorithm = self.algorithm
-        for name, adaptation in self._adaptations.items():
-            algorithm = adaptation.within(algorithm, self.adapted[name])
-        return algorithm
-
-    def _adapt(
-        self,
-        after: Literal["batch", "optimizer_step"],
-        metrics: Sequence[Mapping[str, Metric]],
-        *,
-        changes: bool,
-    ) -> dict[str, Metric]:
-        """Return the state of the adaptations that acted, and with `changes` adapt it
-        to these metrics, on all ranks together."""
-        acted: dict[str, Metric] = {}
-        for name, adaptation in self._adaptations.items():
-            if adaptation.after_each != after:
-                continue
-            state = self.adapted[name]
-            # Max once a batch, because these are the same on every rank.
-            kind = Max if after == "batch" else Mean
-            acted |= {key: kind(value) for key, value in state.items()}
-            if changes:
-                measured = self._measured(adaptation, merge(metrics))
-                if not any(map(math.isnan, measured.values())):
-                    self.adapted[name] = adaptation(state, measured)
-        return acted
-
-    def _measured(
-        self, adaptation: Adaptation, metrics: Mapping[str, Metric]
-    ) -> dict[str, float]:
-        """Return the metrics that the adaptation reads, over all ranks. A mean is NaN
-        if no step was finite."""
-        means = [metrics.get(name, Mean(0.0, 0)) for name in adaptation.means]
-        totals = [mean.total for mean in means if isinstance(mean, Mean)]
-        weights = [float(mean.weight) for mean in means if isinstance(mean, Mean)]
-        measured: dict[str, float] = {}
-        if means:
-            over_ranks = mean_over_ranks(totals, weights)
-            measured = dict(zip(adaptation.means, over_ranks, strict=True))
-        reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
-        for name in adaptation.sums:
-            own = metrics.get(name, Sum(0.0)).value()
-            measured[name] = sum_in_order(own, reporters)
-        return measured
-
     def _move_reference(self, shard: Shard) -> None:
         """Let the reference follow the policy, if the settings say so. A version is a
         batch, and the batch's own is that of the weights before it."""
@@ -464,53 +441,31 @@ class TrainStep:
         optimizer step. `values` are the critic's, by mini-batch; None without a critic.
         The batch stays unchanged if its advantages were computed when it was taken."""
         shard = prepared.shard
-        no_targets = [None] * len(shard)
         algorithm = self.algorithm
-        is_given = (
-            values is None
-            and not algorithm.token_level
-            and not algorithm.kl_in_rollout_rewards
+        is_computed = (
+            values is not None
+            or algorithm.token_level
+            or algorithm.kl_in_rollout_rewards
         )
-        if is_given or not prepared.packed:
-            return BatchWithAdvantages(shard=shard, targets=no_targets, metrics={})
-        if algorithm.kl_in_rollout_rewards:
-            with timed(prepared.seconds, "objective"):
-                with_kl, metrics = with_rollout_kl(
+        if not is_computed or not prepared.packed:
+            return BatchWithAdvantages(
+                shard=shard, targets=[None] * len(shard), metrics={}
+            )
+        with timed(prepared.seconds, "objective"):
+            if algorithm.kl_in_rollout_rewards:
+                return with_rollout_kl(
                     shard,
                     old=prepared.before,
                     reference=prepared.reference,
-                    config=self._adapted_settings(),
+                    config=self.adapted.settings(),
                 )
-            return BatchWithAdvantages(
-                shard=with_kl, targets=no_targets, metrics=metrics
-            )
-        with timed(prepared.seconds, "objective"):
-            with_advantages = estimate_advantages(
+            return estimate_advantages(
                 shard,
                 values,
                 old=prepared.before,
                 reference=prepared.reference,
-                config=self._adapted_settings(),
+                config=self.adapted.settings(),
             )
-        if values is None:
-            return BatchWithAdvantages(
-                shard=with_advantages.shard,
-                targets=no_targets,
-                metrics=with_advantages.metrics,
-            )
-        targets = [
-            Targets(
-                old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens
-            )
-            for mini_batch, values_of_step, returns in zip(
-                shard, values, with_advantages.returns, strict=True
-            )
-        ]
-        return BatchWithAdvantages(
-            shard=with_advantages.shard,
-            targets=targets,
-            metrics=with_advantages.metrics,
-        )
 
     def _sequence_numbers(
         self,
@@ -529,7 +484,7 @@ class TrainStep:
                 numbers = coupled_numbers(
                     algorithm.objective, self._objective, mini_batch, current, reference
                 )
-        sample_weight = load_sample_weight(self._adapted_settings())
+        sample_weight = load_sample_weight(self.adapted.settings())
         if sample_weight is None:
             return numbers
         of_rollout = sample_weight.numbers(mini_batch.trained)

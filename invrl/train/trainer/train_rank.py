@@ -13,13 +13,12 @@ import Megatron are imported inside functions.
 import logging
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +65,8 @@ if TYPE_CHECKING:
     from invrl.train.step.train_step import TrainStep
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class TrainRank(SavingRank):
@@ -78,14 +79,13 @@ class TrainRank(SavingRank):
         """`port` is the port on which rank 0 listens; `listener` is rank 0's socket
         there, else None."""
         self._config = read_hf_config(settings.model_path)
+        needs = objective_needs(settings.algorithm)
         settings.layout.check(self._config)
-        settings.train.check_model(
-            self._config, objective_needs(settings.algorithm), settings.algorithm.critic
-        )
+        settings.train.check_model(self._config, needs, settings.algorithm.critic)
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
-        from invrl.train.model.policy_model import build_model
+        from invrl.train.model.policy_model import PolicyModel, build_model
         from invrl.train.parallel.process_group import join_process_group
         from invrl.train.runtime.offloading import TrainingMemory
         from invrl.train.trainer.trainer_state import TrainerState
@@ -99,6 +99,7 @@ class TrainRank(SavingRank):
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
         chunks = build_model(
+            PolicyModel,
             self._config,
             folder,
             self._train_dtype,
@@ -111,18 +112,16 @@ class TrainRank(SavingRank):
         self._served_specs = weight_specs(self._config, folder, self._served_dtype)
         self._masks = GrammarMasks(folder, self._config.vocab_size)
         shares_critic = (
-            objective_needs(settings.algorithm).values
-            and train.critic_layout(settings.algorithm.critic) is None
+            needs.values and train.critic_layout(settings.algorithm.critic) is None
         )
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
-            frozen_models=objective_needs(settings.algorithm).reference
-            + bool(settings.teacher_path),
+            frozen_models=needs.reference + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
             reference_is_averaged=settings.algorithm.reference.ema is not None,
             has_critic=shares_critic,
-            compares_routers=objective_needs(settings.algorithm).router_shift,
+            compares_routers=needs.router_shift,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -165,16 +164,18 @@ class TrainRank(SavingRank):
         from invrl.train.step.train_step import TrainStep
 
         settings = self._settings
+        needs = objective_needs(settings.algorithm)
         train = settings.train
         experts = self._config.experts
         routing = None
-        compares_routers = objective_needs(settings.algorithm).router_shift
-        if experts is not None and (train.routing_replay != "none" or compares_routers):
+        if experts is not None and (
+            train.routing_replay != "none" or needs.router_shift
+        ):
             routing = RoutingRecorder(
                 self._config.num_hidden_layers,
                 experts,
                 replays=train.routing_replay == "trainer",
-                keeps_scores=compares_routers,
+                keeps_scores=needs.router_shift,
             )
             for chunk in chunks:
                 chunk.routing = routing
@@ -182,7 +183,7 @@ class TrainRank(SavingRank):
             FrozenReference, chunks, self._config, placement=train.reference_placement
         )
         reference = None
-        if objective_needs(settings.algorithm).reference:
+        if needs.reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
                 is_averaged=settings.algorithm.reference.ema is not None,
@@ -331,13 +332,16 @@ class TrainRank(SavingRank):
                     temperature=1.0,
                 )
             )
-        return [logprobs_T[1:] for logprobs_T in self._step.logprobs(sequences)]
+        return [
+            logprobs_T[1:]
+            for logprobs_T in self._step.logprob_passes.logprobs(sequences)
+        ]
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         """Return log-probs of a shard's trained tokens under the current weights: one
         array [T] per sample, in the shard's order."""
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        return self._step.logprobs(self._masks.sequences(samples))
+        return self._step.logprob_passes.logprobs(self._masks.sequences(samples))
 
     def layout(self) -> WeightLayout:
         return self._served_specs
@@ -356,12 +360,12 @@ class TrainRank(SavingRank):
                 "the transport is the arena"
             )
             return stage_first(self._transport, version, self.layout(), parts, others)
-        weights = self._weights.export(self._served_dtype)
-        if not self._weights.collects:
-            _exhaust(weights)
+        staged = self._collect(
+            self._served_dtype,
+            lambda weights: self._transport.stage(version, weights),
+        )
+        if staged is None:
             return None
-        with _received(weights):
-            staged = self._transport.stage(version, weights)
         if self._file_server is not None:
             staged = replace(staged, handle=self._file_server.served(staged.handle))
         return staged
@@ -417,8 +421,6 @@ class TrainRank(SavingRank):
     def copy_model(self, path: str) -> None:
         """Copy the weights, and begin to write them like `export_hugging_face`, during
         training. `model_written` gets the result."""
-        from invrl.train.weights.hf_export import export_hugging_face
-
         copies: deque[tuple[str, torch.Tensor]] = deque()
         for name, tensor in self._weights.export(self._train_dtype):
             copies.append((name, tensor.detach().to("cpu", copy=True)))
@@ -426,17 +428,9 @@ class TrainRank(SavingRank):
             self.model_written = Future()
             self.model_written.set_result({})
             return
-        self.model_written = self._writer.submit(
-            export_hugging_face,
-            (
-                copies.popleft() for _ in range(len(copies))
-            ),  # each is freed once it is written
-            self._trained_specs,
-            self._settings.model_path,
-            path,
-            chat_template=self._settings.chat_template,
-            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
-        )
+        # each is freed once it is written
+        weights = (copies.popleft() for _ in range(len(copies)))
+        self.model_written = self._writer.submit(self._write_model, path, weights)
 
     def copy_checkpoint(self, path: str) -> None:
         self._memory_budget = replace(self._memory_budget, copies_checkpoints=True)
@@ -447,35 +441,34 @@ class TrainRank(SavingRank):
         the chat template that the run uses, and the other files unchanged. One rank
         writes; the others send their parts. Returns the entries of the files with
         weights, on the rank that writes."""
+        return self._collect(self._train_dtype, partial(self._write_model, path)) or {}
+
+    def _write_model(self, path: str, weights: Weights) -> FileEntries:
         from invrl.train.weights.hf_export import export_hugging_face
 
-        weights = self._weights.export(self._train_dtype)
+        return export_hugging_face(
+            weights,
+            self._trained_specs,
+            self._settings.model_path,
+            path,
+            chat_template=self._settings.chat_template,
+            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
+        )
+
+    def _collect(
+        self, dtype: torch.dtype, write: Callable[[Weights], Result]
+    ) -> Result | None:
+        """Write the model's weights on the rank that collects them. None on the others,
+        which send their parts."""
+        weights = self._weights.export(dtype)
         if not self._weights.collects:
-            _exhaust(weights)
-            return {}
-        with _received(weights):
-            return export_hugging_face(
-                weights,
-                self._trained_specs,
-                self._settings.model_path,
-                path,
-                chat_template=self._settings.chat_template,
-                max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
-            )
-
-
-@contextmanager
-def _received(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Receive the rest of the weights if the block fails (on a full disk, for example):
-    otherwise the other ranks, which send all of them, would wait."""
-    try:
-        yield
-    except Exception:
-        deque(weights, maxlen=0)
-        raise
-
-
-def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Send this rank's parts; the iterator yields nothing here."""
-    for name, _ in weights:
-        raise AssertionError(f"{name} was collected on a rank that only sends")
+            for name, _ in weights:
+                raise AssertionError(f"{name} was collected on a rank that only sends")
+            return None
+        try:
+            return write(weights)
+        except Exception:
+            # On a full disk, for example: the other ranks would wait until they have
+            # sent all of them.
+            deque(weights, maxlen=0)
+            raise

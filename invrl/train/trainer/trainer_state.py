@@ -70,10 +70,11 @@ class TrainerState(SavedState):
                 of_reference[name] = self._moving_reference.saved(sharded[name])
         state: Any = dist_checkpointing.load(sharded, path)
         self._policy.load(state)
+        adapted = self._step.adapted.state
         for name, saved in _adapted(state).items():
             # A checkpoint may lack some, or have others: those stay as they start.
-            if name in self._step.adapted:
-                self._step.adapted[name] = {**self._step.adapted[name], **saved}
+            if name in adapted:
+                adapted[name] = {**adapted[name], **saved}
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
@@ -81,7 +82,7 @@ class TrainerState(SavedState):
             self._critic.load(path)
         load_random_state(path)
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+    def sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = self._of_policy(is_loading=is_loading)
         if self._critic is not None:
             state |= self._critic.sharded(is_loading=is_loading)
@@ -94,7 +95,7 @@ class TrainerState(SavedState):
                 state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(
                     state[name]
                 )
-        state["adapted"] = dict(self._step.adapted)
+        state["adapted"] = dict(self._step.adapted.state)
         return state
 
 

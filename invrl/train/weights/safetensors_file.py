@@ -11,7 +11,7 @@ safetensors package's documentation).
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from invrl.interfaces import WeightLayout
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.types.file_entry import FileEntry
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensors.tensor_spec import make_spec, num_bytes
+from invrl.weights.tensors.tensor_spec import make_spec, num_bytes, raw_bytes
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes by torch's name -> the format's name."""
@@ -104,15 +104,23 @@ def write_safetensors(
     with ChecksummedFile(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for spec, (name, tensor) in zip(layout, tensors, strict=True):
-            if make_spec(name, tensor) != spec:
-                raise TrainError(
-                    f"{make_spec(name, tensor)} is written where the layout has {spec}"
-                )
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+        for _, tensor in in_layout_order(layout, tensors):
+            file.write(raw_bytes(tensor).numpy().data)
         file.sync()
         return file.entry()
+
+
+def in_layout_order(
+    layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """Yield each tensor with its place in the layout. Raises TrainError if it has
+    another one, ValueError for too few or too many."""
+    for spec, (name, tensor) in zip(layout, tensors, strict=True):
+        if make_spec(name, tensor) != spec:
+            raise TrainError(
+                f"{make_spec(name, tensor)} is written where the layout has {spec}"
+            )
+        yield spec, tensor
 
 
 def _header(layout: WeightLayout) -> bytes:

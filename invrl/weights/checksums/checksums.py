@@ -12,11 +12,11 @@ only where tensors are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from invrl.weights.checksums.multilinear_checksum import whole_checksums
-from invrl.weights.checksums.tensor_threads import Named, by_threads
+from invrl.weights.checksums.tensor_threads import Named, batches, by_threads
 from invrl.weights.tensors.tensor_spec import checksum, copy_hashed
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def copy_all(
 
         return by_threads(copy, sources)
     written: dict[str, torch.Tensor] = {}
-    for batch in _batches(sources):
-        targets = {name: places[name] for name in batch}
-        _copy_batch(targets, batch)
+    for batch in batches(sources, _BATCH_BYTES):
+        targets = {name: places[name] for name, _ in batch}
+        _copy_batch(targets, dict(batch))
         written |= targets
     return hash_tensors(written)
 
@@ -93,20 +93,6 @@ def _copy_batch(
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             list(targets.values()), list(sources.values())
         )
-
-
-def _batches(sources: Iterable[Named]) -> Iterator[dict[str, torch.Tensor]]:
-    batch: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, source in sources:
-        batch[name] = source
-        num_bytes += source.nbytes
-        if num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch = {}
-            num_bytes = 0
-    if batch:
-        yield batch
 
 
 def _on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:

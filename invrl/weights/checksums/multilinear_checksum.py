@@ -214,10 +214,14 @@ class WordMatrix:
         """Words as integers [rows, columns]."""
         import torch
 
-        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            self.word_bytes
-        ]
-        return self.part.reshape(-1).view(dtype).view(-1, self.columns)
+        dtypes = {
+            1: torch.int8,
+            2: torch.int16,
+            4: torch.int32,
+            8: torch.int64,
+        }
+        flat = self.part.reshape(-1).view(dtypes[self.word_bytes])
+        return flat.view(-1, self.columns)
 
 
 def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
@@ -247,16 +251,18 @@ def _slice_matrix(
     part = part.detach()
     item = part.element_size()
     word_bytes = item
-    row_bytes = item * (
-        math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape)
-    )
+    # A tensor of one dimension is one row.
+    row_shape = whole_shape[1:] if len(whole_shape) > 1 else whole_shape
+    row_bytes = item * math.prod(row_shape)
     if row_bytes % _WORD == 0:
-        if first_column * item % _WORD or columns * item % _WORD:
+        first_byte = first_column * item
+        num_bytes = columns * item
+        if first_byte % _WORD or num_bytes % _WORD:
             reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
             raise LayoutError(f"the engine's ranks cannot prove their slices: {reason}")
         word_bytes = _WORD
-        first_column = first_column * item // _WORD
-        columns = columns * item // _WORD
+        first_column = first_byte // _WORD
+        columns = num_bytes // _WORD
     is_aligned = (
         part.data_ptr() % word_bytes == 0
         and part.storage_offset() * item % word_bytes == 0
@@ -271,10 +277,10 @@ def _sum_on_cpu(matrix: WordMatrix) -> int:
         return 0
     words = matrix.words
     num_rows, num_columns = words.shape
-    row_sums = _row_sums(
-        words, coefficients(COLUMN_SEED, matrix.first_column, num_columns)
-    )
-    return int((row_sums * coefficients(ROW_SEED, matrix.first_row, num_rows)).sum())
+    of_columns = coefficients(COLUMN_SEED, matrix.first_column, num_columns)
+    of_rows = coefficients(ROW_SEED, matrix.first_row, num_rows)
+    row_sums = _row_sums(words, of_columns)
+    return int((row_sums * of_rows).sum())
 
 
 def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -291,8 +297,10 @@ def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, in
 def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.Tensor:
     import torch
 
-    block_rows = min(len(words), max(1, _BLOCK_BYTES // (_WORD * words.shape[1])))
-    memory = torch.empty(block_rows, words.shape[1], dtype=torch.int64)
+    num_rows, num_columns = words.shape
+    block_rows = max(1, _BLOCK_BYTES // (_WORD * num_columns))
+    block_rows = min(num_rows, block_rows)
+    memory = torch.empty(block_rows, num_columns, dtype=torch.int64)
     sums: list[torch.Tensor] = []
     for block in words.split(block_rows):
         mixed = memory[: len(block)]

@@ -49,7 +49,7 @@ def by_threads(
     free_threads = threading.Semaphore(num_threads)
     results: list[Future[dict[str, str]]] = []
     with ThreadPoolExecutor(num_threads, "tensors") as threads:
-        for batch in _batches(tensors):
+        for batch in batches(tensors, _BATCH_BYTES):
             free_threads.acquire()
             result = threads.submit(work_on, batch)
             result.add_done_callback(lambda _: free_threads.release())
@@ -60,13 +60,14 @@ def by_threads(
     return by_name
 
 
-def _batches(tensors: Iterable[Named]) -> Iterator[list[Named]]:
+def batches(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
+    """Yield the tensors in batches of about `max_bytes`, or of one larger tensor."""
     batch: list[Named] = []
     num_bytes = 0
     for name, tensor in tensors:
         batch.append((name, tensor))
         num_bytes += tensor.nbytes
-        if num_bytes >= _BATCH_BYTES:
+        if num_bytes >= max_bytes:
             yield batch
             batch = []
             num_bytes = 0

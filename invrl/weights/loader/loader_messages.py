@@ -4,7 +4,6 @@ file."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,12 +13,6 @@ from invrl.weights.tensors.tensor_slice import EngineRank
 from invrl.weights.transports.arena import ArenaHandle
 from invrl.weights.transports.broadcast import GroupInvitation
 from invrl.weights.transports.weight_files import FileSource
-
-if TYPE_CHECKING:
-    import torch
-
-    _Memory = list[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]]
-    """Address, shape, strides and dtype of each parameter, by its name."""
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,9 +17,6 @@ from invrl.weights.tensors.engine_parameters import (
 if TYPE_CHECKING:
     import torch
 
-    _Memory = list[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]]
-    """Address, shape, strides and dtype of each parameter, by its name."""
-
 
 def plan(
     parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]

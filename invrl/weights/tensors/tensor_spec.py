@@ -27,14 +27,19 @@ def num_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * dtype.itemsize
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes in row-major order, as uint8 on the CPU. Shares its
+    memory if possible."""
+    import torch
+
+    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+
+
 def checksum(tensor: torch.Tensor) -> str:
     """Return the hex xxh3-64 of the tensor's bytes, row-major."""
-    import torch
     import xxhash
 
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    raw_bytes = flat.view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(raw_bytes.data)
+    return xxhash.xxh3_64_hexdigest(raw_bytes(tensor).numpy().data)
 
 
 def copy_hashed(

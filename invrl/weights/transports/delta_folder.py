@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ import msgspec
 from invrl.errors import WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types.weights import TensorSpec
-from invrl.weights.tensors.tensor_spec import checksum, num_bytes
+from invrl.weights.tensors.tensor_spec import checksum, num_bytes, raw_bytes
 from invrl.weights.transports.weight_files import WeightFiles
 from invrl.weights.transports.weight_folder import read_folder
 
@@ -57,14 +58,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str]
     frames: dict[str, Frame] = {}
     """Empty in a folder with whole weights."""
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in row-major order, as uint8 on the CPU. Shares its
-    memory if possible."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
@@ -109,13 +102,13 @@ def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
     return flat.view(rows, -1).t().contiguous().view(-1)
 
 
+@dataclass(frozen=True)
 class DeltaFolder:
     """Reader of one folder of a chain. Raises WeightSyncError if something in it cannot
     be read."""
 
-    def __init__(self, folder: str, files: WeightFiles) -> None:
-        self._folder = folder
-        self._files = files
+    folder: str
+    files: WeightFiles
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -124,24 +117,24 @@ class DeltaFolder:
             return msgspec.json.decode(body, type=Manifest)
         except msgspec.DecodeError as error:
             raise WeightSyncError(
-                f"{self._folder}/{MANIFEST_NAME} cannot be read: {error}"
+                f"{self.folder}/{MANIFEST_NAME} cannot be read: {error}"
             ) from error
 
     def difference(self, spec: TensorSpec) -> torch.Tensor:
         """Return the bytes of the difference from the previous folder's version."""
         frame = self.manifest.frames.get(spec.name)
         if frame is None:
-            raise WeightSyncError(f"{self._folder} has no difference of {spec.name}")
+            raise WeightSyncError(f"{self.folder} has no difference of {spec.name}")
         return decompress(self._read(DELTA_NAME, frame.start, frame.length), spec)
 
     def _read(self, name: str, start: int = 0, length: int = -1) -> bytes:
         try:
-            with self._files.path(self._folder, name).open("rb") as file:
+            with self.files.path(self.folder, name).open("rb") as file:
                 file.seek(start)
                 return file.read(length)
         except OSError as error:
             raise WeightSyncError(
-                f"{self._folder}/{name} cannot be read: {error}"
+                f"{self.folder}/{name} cannot be read: {error}"
             ) from error
 
 

@@ -12,14 +12,14 @@ import fcntl
 import os
 import struct
 import time
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from invrl.errors import WeightSyncError
 
 _RETRY_S = 0.01
 
 
-class SlotLease:
+class SlotLease(AbstractContextManager["SlotLease"]):
     """Lease of one slot. Raises WeightSyncError if the slot is not free within
     `wait_s`, or if the arena is gone."""
 
@@ -57,13 +57,5 @@ class SlotLease:
     def release(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> SlotLease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
