@@ -89,7 +89,10 @@ class _Bench:
         algorithm = self._config.algorithm
         advantage = configured_advantage(algorithm)
         batch = build_batch(
-            taken, self._store.rollouts(ids), advantage, algorithm.advantage_eps
+            taken,
+            [self._store.rollout(id) for id in ids],
+            advantage,
+            algorithm.advantage_eps,
         )
         return {"gateway_router": gateway, "fleet": fleet}, batch
 

@@ -13,7 +13,7 @@ import promql_parser
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from invrl.observe.metrics.metric_families import FAMILIES
+from invrl.observe.metrics.metric_families import FAMILIES, Family
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 DASHBOARD = LAUNCH / "grafana" / "dashboard.json"
@@ -116,7 +116,7 @@ def reference_table() -> str:
     for family in FAMILIES.values():
         labels = ", ".join(f"`{label}`" for label in family.labels)
         columns = [
-            f"`{family.sample_name}`",
+            f"`{sample_name(family)}`",
             family.kind,
             labels,
             family.unit,
@@ -124,3 +124,9 @@ def reference_table() -> str:
         ]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
+
+
+def sample_name(family: Family) -> str:
+    """The family's name in queries; of a histogram without `_bucket`, `_sum` and
+    `_count`."""
+    return f"{family.name}_total" if family.kind == "counter" else family.name

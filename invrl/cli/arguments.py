@@ -1,6 +1,8 @@
 """Reads a command's own arguments: flags that are not settings, and the run folder that
 comes first."""
 
+import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,10 +32,10 @@ def take_value(flag: str, value: str | None, rest: list[str]) -> str:
 
 
 def split_options(
-    arguments: Sequence[str], known: Sequence[str]
+    arguments: Sequence[str], known: Sequence[str], switches: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
     """Return the values of the known flags, written `--name value` or `--name=value`,
-    and all other arguments."""
+    and all other arguments. A switch, which takes no value, has the value ""."""
     options: dict[str, str] = {}
     others: list[str] = []
     rest = list(arguments)
@@ -42,18 +44,62 @@ def split_options(
         flag, text = split_flag(argument)
         if flag in known:
             options[flag] = take_value(flag, text, rest)
+        elif argument in switches:
+            options[argument] = ""
         else:
             others.append(argument)
     return options, others
 
 
-def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """Return the values of the known flags. Raises ConfigError if there is anything
+def read_arguments(
+    arguments: Sequence[str], known: Sequence[str], switches: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Return the flags as `split_options` does, and the arguments that are no flags.
+    Raises ConfigError for an unknown flag."""
+    options, others = split_options(arguments, known, switches)
+    for argument in others:
+        if argument.startswith("-"):
+            raise unknown_flag(argument, [*known, *switches])
+    return options, others
+
+
+def read_options(
+    arguments: Sequence[str], known: Sequence[str], switches: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the flags as `split_options` does. Raises ConfigError if there is anything
     else."""
-    options, others = split_options(arguments, known)
+    options, others = split_options(arguments, known, switches)
     if others:
-        raise unknown_flag(others[0], known)
+        raise unknown_flag(others[0], [*known, *switches])
     return options
+
+
+def read_number(
+    flag: str,
+    text: str,
+    *,
+    reason: str,
+    fix: str,
+    least: float = 0.0,
+    most: float = math.inf,
+) -> float:
+    """Return the finite number that the text is. Raises ConfigError with this reason
+    and fix."""
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if least <= number <= most and math.isfinite(number):
+            return number
+    raise ConfigError(flag, text, reason, fix)
+
+
+def read_whole(
+    flag: str, text: str, *, reason: str, fix: str, least: int = 0, most: int = 10**9
+) -> int:
+    """Return the whole number that the text is. Raises ConfigError with this reason and
+    fix."""
+    if text.isascii() and text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    raise ConfigError(flag, text, reason, fix)
 
 
 def unknown_flag(argument: str, known: Sequence[str]) -> ConfigError:

@@ -21,8 +21,6 @@ class Command(NamedTuple):
     """A row of the table in `main.py`. It names its function instead of importing it,
     so that help loads no command."""
 
-    module: str
-    """Module below `invrl.cli.commands`."""
     function: str
     """Takes the arguments after the command's name. Its docstring is the command's
     help."""
@@ -30,6 +28,12 @@ class Command(NamedTuple):
     """One line for `invrl --help`."""
     takes_settings: bool = False
     """Whether the flags of the configuration are flags of this command."""
+    file: str = ""
+    """Module below `invrl.cli.commands`; "": the one named like the function."""
+
+    @property
+    def module(self) -> str:
+        return self.file or self.function
 
     def load(self) -> Callable[[Sequence[str]], None]:
         return getattr(

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.errors import InvrlError
+from invrl.observe.status.outcome import RAISED
 
 _MAX_CHARS = 700
 _FIX = ". Fix: "
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_RAISED = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
-)
-"""Line of a traceback or a log that names a raised exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ def _one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""
-    raised = [line for line in lines[1:] if _RAISED.match(line)]
+    raised = [line for line in lines[1:] if RAISED.match(line)]
     shortened = lines[0]
     if raised:
         shortened += f" {raised[-1]}"

@@ -2,7 +2,6 @@
 section, 100 columns wide."""
 
 import textwrap
-from collections.abc import Iterable
 from typing import Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
@@ -93,7 +92,8 @@ def flag_help(command: str = "train") -> str:
             paragraph = ((model and model.__doc__) or "").split("\n\n")[0]
             summary = " ".join(paragraph.split())
             lines += ["", *textwrap.wrap(f"[{table}] {summary}", _WIDTH)]
-            lines += _setting_entries(others)
+            for setting in others:
+                lines += _setting_entry(setting)
     lines += ["", "options of other packages (checked against the installed version):"]
     for package in used.packages:
         lines += _entry(f"--{package}-*", _PACKAGE_HELP[package])
@@ -109,10 +109,6 @@ def _first_settings(command: str) -> list[SettingFlag]:
     keys = _FIRST_SETTINGS.get(command, _FIRST_SETTINGS["train"])
     by_name = {setting.name: setting for setting in SETTING_FLAGS}
     return [by_name[key] for key in keys]
-
-
-def _setting_entries(settings: Iterable[SettingFlag]) -> list[str]:
-    return [line for setting in settings for line in _setting_entry(setting)]
 
 
 def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:

@@ -98,12 +98,12 @@ def _setting_flags() -> Iterator[SettingFlag]:
                     name=setting_name(section, key),
                 )
     for table, (section, model) in TABLES.items():
-        may_be_absent = is_optional(SECTIONS[section].model_fields[table])
-        if may_be_absent and "kind" not in model.model_fields:
+        table_field = SECTIONS[section].model_fields[table]
+        if is_optional(table_field) and "kind" not in model.model_fields:
             yield SettingFlag(
                 table=table,
                 key="",
-                field=SECTIONS[section].model_fields[table],
+                field=table_field,
                 section=section,
                 name=table,
             )

@@ -26,98 +26,79 @@ from invrl.run.processes.driver_commands import (
 )
 
 COMMANDS = {
-    "init": Command("init", "init", "write a small project that trains as it is"),
+    "init": Command("init", "write a small project that trains as it is"),
     "train": Command(
-        "train",
-        "train",
-        "train a model with rollouts of your own program",
-        takes_settings=True,
+        "train", "train a model with rollouts of your own program", takes_settings=True
     ),
-    "resume": Command("train", "resume", "continue a run from its last checkpoint"),
+    "resume": Command(
+        "resume", "continue a run from its last checkpoint", file="train"
+    ),
     "serve": Command(
-        "serve",
         "serve",
         "serve a model through the gateway, without a trainer",
         takes_settings=True,
     ),
     "engine": Command(
         "engine",
-        "engine",
         "start one engine alone, which runs use from elsewhere",
         takes_settings=True,
     ),
     "eval": Command(
-        "evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True
+        "evaluate", "measure a model on held-out tasks", takes_settings=True
     ),
     "export": Command(
-        "export", "export", "write the model of a run's step into a folder of its own"
+        "export", "write the model of a run's step into a folder of its own"
     ),
     "export-data": Command(
-        "export_data",
         "export_rollouts",
         "write a run's best rollouts as a file to train on (sft, dpo)",
+        file="export_data",
     ),
     "doctor": Command(
-        "doctor",
         "doctor",
         "check this machine and these settings, start nothing",
         takes_settings=True,
     ),
     "show-config": Command(
         "show_config",
-        "show_config",
         "print the configuration that flags resolve to, as TOML",
         takes_settings=True,
     ),
     "install": Command(
-        "install",
-        "install",
-        "complete an installed wheel with torch, SGLang and Megatron",
+        "install", "complete an installed wheel with torch, SGLang and Megatron"
     ),
     "prepare-model": Command(
-        "prepare_model",
-        "prepare_model",
-        "make a model folder that train and serve can read",
+        "prepare_model", "make a model folder that train and serve can read"
     ),
     "check-template": Command(
-        "check_template",
         "check_template",
         "test which conversations a model's chat template continues exactly",
     ),
     "view": Command(
         "view",
-        "view",
         "show runs, their rollouts and tokens in a browser, or write pages of them",
     ),
     "watch": Command(
-        "watch", "watch", "show a run in the terminal while it goes on, or after it"
+        "watch", "show a run in the terminal while it goes on, or after it"
     ),
     "samples": Command(
-        "samples",
-        "samples",
-        "show what the model said in a run: prompts, replies, rewards",
+        "samples", "show what the model said in a run: prompts, replies, rewards"
     ),
-    "ledger": Command("ledger", "ledger", "say what became of every rollout of a run"),
+    "ledger": Command("ledger", "say what became of every rollout of a run"),
     "replay": Command(
-        "replay",
-        "replay",
-        "repeat one training step of a run, with every token's numbers",
+        "replay", "repeat one training step of a run, with every token's numbers"
     ),
     "verify-weights": Command(
-        "verify_weights",
-        "verify_weights",
-        "compare what a running run's engines hold with what was sent",
+        "verify_weights", "compare what a running run's engines hold with what was sent"
     ),
     "report": Command(
-        "report",
-        "report",
-        "write the pages of `invrl view` into the run's folder",
+        "report", "write the pages of `invrl view` into the run's folder"
     ),
 }
 INNER_COMMANDS = {
-    INCARNATION_COMMAND: Command("train", "run_incarnation_in_folder"),
-    EVALUATION_COMMAND: Command("evaluate", "run_evaluation_in_folder"),
-    REPLAY_COMMAND: Command("replay", "replay_step_in_folder"),
+    INCARNATION_COMMAND: Command("run_incarnation_in_folder", file="train"),
+    EVALUATION_COMMAND: Command("run_evaluation_in_folder", file="evaluate"),
+    REPLAY_COMMAND: Command("replay_step_in_folder", file="replay"),
 }
 """Commands that a supervisor starts as its driver; not for users."""
 MOVED_COMMANDS = {

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.observe.samples.samples import failed_purposes
@@ -17,28 +16,6 @@ from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextCommand:
-    arguments: tuple[str, ...]
-    purpose: str
-
-    @property
-    def text(self) -> str:
-        """Command for a shell."""
-        return shlex.join(self.arguments)
-
-    def __str__(self) -> str:
-        return f"  {self.text}   # {self.purpose}"
-
-
-def next_commands(
-    config: Config, folder: RunFolder, *, finished: bool
-) -> list[NextCommand]:
-    """Return the commands that are useful with the run's output. `finished`: it reached
-    its last step, or it has none, as an evaluation."""
-    return list(_commands(config, folder, finished=finished))
 
 
 def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
@@ -54,16 +31,15 @@ def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
 
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
     """Return a heading and one line per command. Empty if there are no commands."""
-    commands = next_commands(config, folder, finished=finished)
-    if not commands:
+    lines = list(_commands(config, folder, finished=finished))
+    if not lines:
         return ""
-    lines = [str(command) for command in commands]
     return "\n".join([f"next (in {Path.cwd()}):", *lines])
 
 
-def _commands(
-    config: Config, folder: RunFolder, *, finished: bool
-) -> Iterator[NextCommand]:
+def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[str]:
+    """Yield the lines of the commands that are useful with the run's output.
+    `finished`: it reached its last step, or it has none, as an evaluation."""
     invrl = _program("invrl")
     run = str(folder.path)
     checkpoints = Checkpoints(folder.checkpoints_path)
@@ -74,41 +50,37 @@ def _commands(
         purpose = "begin again: there is no checkpoint yet"
         if latest:
             purpose = f"continue from step {latest.step}"
-        yield NextCommand(arguments=(*invrl, "resume", run), purpose=purpose)
+        yield _line(purpose, *invrl, "resume", run)
     model = checkpoints.newest_model()
     if model:
         if model.name == "hugging_face":  # within a checkpoint
             model = model.parent
         model_path = ("--model-path", str(model))
-        yield NextCommand(
-            arguments=(*invrl, "serve", *model_path), purpose="talk to the model"
-        )
+        yield _line("talk to the model", *invrl, "serve", *model_path)
         if config.rollout.rollout_function_path:
             settings = ("--config", str(folder.config_path))
-            place = (
-                "--run-root",
-                str(folder.path.parent),
-                "--run-name",
-                f"{folder.path.name}-eval",
+            root = ("--run-root", str(folder.path.parent))
+            name = ("--run-name", f"{folder.path.name}-eval")
+            yield _line(
+                "measure it", *invrl, "eval", *model_path, *settings, *root, *name
             )
-            arguments = (*invrl, "eval", *model_path, *settings, *place)
-            yield NextCommand(arguments=arguments, purpose="measure it")
     if folder.store_path.exists():
-        yield NextCommand(
-            arguments=(*invrl, "samples", run), purpose="read what it said"
-        )
+        yield _line("read what it said", *invrl, "samples", run)
         failed = failed_purposes(folder.store_path)
         if failed:
             held_out = () if "train" in failed else ("--eval",)
-            arguments = (*invrl, "samples", run, "--failed", *held_out)
-            yield NextCommand(arguments=arguments, purpose="read why rollouts failed")
+            purpose = "read why rollouts failed"
+            yield _line(purpose, *invrl, "samples", run, "--failed", *held_out)
     if folder.metrics_path.exists():
-        yield NextCommand(
-            arguments=(*invrl, "view", run), purpose="look at it in a browser"
-        )
+        yield _line("look at it in a browser", *invrl, "view", run)
     if folder.tensorboard_path.exists():
-        board = (*_program("tensorboard"), "--logdir", str(folder.tensorboard_path))
-        yield NextCommand(arguments=board, purpose="see its curves")
+        board = _program("tensorboard")
+        logs = str(folder.tensorboard_path)
+        yield _line("see its curves", *board, "--logdir", logs)
+
+
+def _line(purpose: str, *arguments: str) -> str:
+    return f"  {shlex.join(arguments)}   # {purpose}"
 
 
 def _program(name: str) -> tuple[str, ...]:

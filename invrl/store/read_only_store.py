@@ -59,17 +59,8 @@ class ReadOnlyStore:
             raise self._damaged(error) from error
 
     def state(self) -> tuple[int, ...]:
-        """Return numbers that change with every write: inode, size and time of the
-        store and its log."""
-        numbers: list[int] = []
-        for path in (self.path, self._beside("-wal")):
-            try:
-                facts = path.stat()
-            except OSError:
-                numbers += [0, 0, 0]
-                continue
-            numbers += [facts.st_ino, facts.st_size, facts.st_mtime_ns]
-        return tuple(numbers)
+        """Return numbers that change with every write to the store."""
+        return file_state(self.path, self._beside("-wal"))
 
     def _connect(self) -> sqlite3.Connection:
         log = self._beside("-wal")
@@ -102,22 +93,29 @@ class ReadOnlyStore:
         return DamagedFileError(self.path, f"SQLite cannot read it: {error}", fix)
 
 
+def file_state(*paths: Path) -> tuple[int, ...]:
+    """Return numbers that change with the files: inode, size and time of each."""
+    numbers: list[int] = []
+    for path in paths:
+        try:
+            facts = path.stat()
+        except OSError:
+            numbers += [0, 0, 0]
+            continue
+        numbers += [facts.st_ino, facts.st_size, facts.st_mtime_ns]
+    return tuple(numbers)
+
+
 def _open(path: Path, options: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{options}"
     db = sqlite3.connect(
         uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
     )
     db.execute("PRAGMA temp_store=MEMORY")
-    for (
-        table,
-        columns,
-    ) in (
-        ADDED_TABLES.items()
-    ):  # an earlier store lacks them; in the connection's memory they are empty
-        if (
-            db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone()
-            is None
-        ):
+    # an earlier store lacks them; in the connection's memory they are empty
+    for table, columns in ADDED_TABLES.items():
+        found = db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,))
+        if found.fetchone() is None:
             db.execute(f"CREATE TEMP TABLE {table} {columns}")
     db.execute("PRAGMA query_only=1")
     return db

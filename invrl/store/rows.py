@@ -171,17 +171,11 @@ def session_from_row(
     """Build a session from the values of `SESSION_COLUMNS`, the columns `of`,
     `turn_id`, `reward` and `components` of its rows in the table `rewards`, and
     `turn_id`, `name` and `number` of its rows in the table `numbers`."""
-    turn_rewards: dict[str, Reward] = {}
-    branch_rewards: dict[str, Reward] = {}
+    rewards: dict[str, dict[str, Reward]] = {"turn": {}, "branch": {}}
     for of, turn_id, value, parts in reward_rows:
-        if of == "turn":
-            turn_rewards[turn_id] = Reward(
-                value=value, components=_components(parts), turn=turn_id
-            )
-        else:
-            branch_rewards[turn_id] = Reward(
-                value=value, components=_components(parts), branch=turn_id
-            )
+        rewards[of][turn_id] = Reward(
+            value=value, components=_components(parts), **{of: turn_id}
+        )
     numbers: dict[str, float] = {}
     turn_numbers: dict[str, dict[str, float]] = {}
     for turn_id, name, number in number_rows:
@@ -189,22 +183,18 @@ def session_from_row(
             turn_numbers.setdefault(turn_id, {})[name] = number
         else:
             numbers[name] = number
-    num_of_session = len(_SESSION_FIELDS)
-    of_session: dict[str, Any] = dict(
-        zip(_SESSION_FIELDS, row[:num_of_session], strict=True)
-    )
+    values = iter(row)
+    of_session: dict[str, Any] = dict(zip(_SESSION_FIELDS, values, strict=False))
+    of_record: dict[str, Any] = dict(zip(_RECORD_FIELDS, values, strict=True))
     of_session["sampling"] = msgspec.json.decode(of_session["sampling"], type=Sampling)
     of_session["limits"] = msgspec.json.decode(of_session["limits"], type=SessionLimits)
-    of_record: dict[str, Any] = dict(
-        zip(_RECORD_FIELDS, row[num_of_session:], strict=True)
-    )
     of_record["components"] = _components(of_record["components"])
     if of_record["outcome"] is not None:
         of_record["outcome"] = outcome_from_json(of_record["outcome"])
     return StoredSession(
         session=Session(**of_session, key="", base_url=""),
-        turn_rewards=turn_rewards,
-        branch_rewards=branch_rewards,
+        turn_rewards=rewards["turn"],
+        branch_rewards=rewards["branch"],
         numbers=numbers,
         turn_numbers=turn_numbers,
         **of_record,

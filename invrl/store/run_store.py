@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +29,6 @@ from invrl.store.row_checksums import (
     whole_outcome,
 )
 from invrl.store.rows import (
-    EXPERTS_COLUMNS,
     SESSION_COLUMNS,
     TOP_COLUMNS,
     TURN_COLUMNS,
@@ -42,6 +41,26 @@ from invrl.store.rows import (
     turn_checksum,
     turn_from_row,
 )
+from invrl.store.run_store_queries import (
+    CHECKSUMS_OF_TURNS,
+    ENDED_SESSIONS,
+    ENDED_TURNS,
+    FAMILY,
+    LIVE_SESSIONS,
+    MATCHED_STOPS,
+    OPEN_SESSIONS,
+    OUTBOX,
+    OUTCOME,
+    RECORDED_TURNS,
+    ROUTED_EXPERTS,
+    SAMPLED_SO_FAR,
+    SESSION_TIMES,
+    SILENT_SESSIONS,
+    TOKEN_NUMBERS,
+    TOOLS,
+    TOP_LOGPROBS,
+    WHOLE_TURNS,
+)
 from invrl.store.schema import connect
 from invrl.types.batches import TakenBatch
 from invrl.types.leases import Place
@@ -52,133 +71,13 @@ from invrl.types.rollouts import (
     RolloutSummary,
     SampledSoFar,
 )
-from invrl.types.routed_experts import RoutedExperts
 from invrl.types.sessions import Session
 from invrl.types.top_logprobs import TopLogprobs
 from invrl.types.turns import Trajectory, Turn, is_trainable
 from invrl.types.weights import WeightVersion
 
-_LIVE_SESSIONS = f"""
-    WITH RECURSIVE live(id) AS (
-        SELECT id FROM sessions
-        WHERE state IN ('open', 'unrewarded') AND id GLOB ? AND parent_id = ''
-        UNION ALL
-        SELECT child.id FROM live JOIN sessions AS child ON child.parent_id = live.id
-        WHERE child.parent_id != ''  -- makes SQLite use the index of child sessions
-    )
-    SELECT {SESSION_COLUMNS} FROM sessions WHERE id IN live ORDER BY rowid
-"""
-_OPEN_SESSIONS = f"""
-    SELECT {SESSION_COLUMNS} FROM sessions
-    WHERE state IN ('open', 'unrewarded') AND group_id = ? AND purpose = 'train' AND parent_id = ''
-"""
-_ENDED_SESSIONS = f"""
-    SELECT {SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id = '' ORDER BY rowid
-"""
-_SESSION_TIMES = """
-    SELECT opened, session_times.reward_deadline, sessions.reward_deadline
-    FROM session_times JOIN sessions ON sessions.id = session_id
-    WHERE session_id = ?
-"""
-_FAMILY = """
-    WITH RECURSIVE family(id) AS (
-        SELECT ?
-        UNION ALL
-        SELECT child.id FROM family JOIN sessions AS child ON child.parent_id = family.id
-        WHERE child.parent_id != ''
-    )
-    SELECT id FROM sessions WHERE id IN family ORDER BY rowid
-"""
-_RECORDED_TURNS = f"""
-    SELECT {TURN_COLUMNS}, messages, tools FROM turns
-    WHERE session_id IN (SELECT value FROM json_each(?)) ORDER BY seq
-"""
-_TOOLS = """
-    SELECT digest, tools FROM tool_lists
-    WHERE digest IN (SELECT tools FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
-"""
-_OUTBOX = """
-    SELECT outbox.seq, outbox.session_id, outbox.outcome, sessions.outcome, checksum
-    FROM outbox
-        LEFT JOIN sessions ON sessions.id = outbox.session_id
-        LEFT JOIN checksums ON item = 'outcome/' || outbox.session_id
-    WHERE outbox.seq > ? ORDER BY outbox.seq LIMIT ?
-"""
-_OUTCOME = """
-    SELECT sessions.outcome, outbox.outcome, checksum
-    FROM sessions
-        LEFT JOIN outbox ON outbox.session_id = sessions.id
-        LEFT JOIN checksums ON item = 'outcome/' || sessions.id
-    WHERE sessions.id = ? AND sessions.outcome IS NOT NULL
-"""
-_WHOLE_TURNS = f"""
-    SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id = ? ORDER BY seq
-"""
 _DELIVERED = TURN_COLUMNS.split(", ").index("delivered")
-_CHECKSUMS_OF_TURNS = """
-    SELECT item, checksum FROM json_each(?) AS turn JOIN checksums ON item = 'turn/' || turn.value
-    UNION ALL
-    SELECT item, checksum FROM json_each(?) AS turn
-        JOIN checksums ON item > 'turn/' || turn.value || '/' AND item < 'turn/' || turn.value || '0'
-"""
-_ROUTED_EXPERTS = f"""
-    SELECT {EXPERTS_COLUMNS} FROM routed_experts
-    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
-"""
-_TOKEN_NUMBERS = """
-    SELECT turn_id, name, numbers FROM token_numbers
-    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
-"""
-_TOP_LOGPROBS = f"""
-    SELECT {TOP_COLUMNS} FROM top_logprobs
-    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
-"""
-_MATCHED_STOPS = """
-    SELECT turn_id, stop FROM matched_stops
-    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
-"""
-_SILENT_SESSIONS = """
-    -- id and time of the last sign of each open session of a group, the most silent first
-    SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0))
-    FROM sessions LEFT JOIN turns ON turns.session_id = sessions.id
-    WHERE state = 'open' AND purpose = 'train' AND sessions.parent_id = '' AND group_id = ?
-    GROUP BY sessions.id
-    ORDER BY 2
-"""
-_SAMPLED_SO_FAR = """
-    WITH RECURSIVE family(id, group_id, "index", attempt) AS (
-        -- the running rollouts of the groups
-        SELECT id, group_id, "index", attempt
-        FROM sessions
-        WHERE state IN ('open', 'unrewarded')
-            AND purpose = 'train'
-            AND parent_id = ''
-            AND group_id IN (SELECT value FROM json_each(?))
-        UNION ALL
-        -- their child sessions, which count for the rollout unless they were given up
-        SELECT child.id, family.group_id, family."index", family.attempt
-        FROM family JOIN sessions AS child ON child.parent_id = family.id
-        WHERE child.parent_id != ''
-            AND child.state NOT IN ('aborted', 'expired')
-    )
-    SELECT group_id, "index", attempt, MIN(json_extract(span.value, '$.version'))
-    FROM family
-        JOIN turns ON turns.session_id = family.id
-        JOIN json_each(CAST(turns.spans AS TEXT)) AS span
-    WHERE delivered
-        AND is_trainable(finish_reason, constrained, grammar != '')
-        -- a span of no tokens says nothing about the age of tokens
-        AND json_extract(span.value, '$.end') > json_extract(span.value, '$.start')
-    GROUP BY group_id, "index", attempt
-"""
-
-
-_ENDED_TURNS = """
-    SELECT seq, finished_at - started_at, prompt_tokens, cached_tokens, LENGTH(sampled_ids)
-    FROM turns WHERE seq > ? ORDER BY seq
-"""
-
-
+RecordT = TypeVar("RecordT")
 _Check = Callable[..., None]
 """Checks an item's checksum against the values of its row. Raises DamagedFileError."""
 
@@ -238,7 +137,7 @@ class RunStore:
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         """Return at most `limit` outcomes handed over after row `seq` (0: all), in
         order, with their row numbers."""
-        rows = self._db.execute(_OUTBOX, (seq, limit)).fetchall()
+        rows = self._db.execute(OUTBOX, (seq, limit)).fetchall()
         return [
             (number, self._outcome(session_id, bodies, checksum))
             for number, session_id, *bodies, checksum in rows
@@ -282,7 +181,7 @@ class RunStore:
     def ended_turns(self, after: int) -> EndedTurns:
         """Return times and lengths of the turns that were recorded after number
         `after`. No array is read."""
-        rows = self._db.execute(_ENDED_TURNS, (after,)).fetchall()
+        rows = self._db.execute(ENDED_TURNS, (after,)).fetchall()
         return EndedTurns(
             sequence=max([after, *(row[0] for row in rows)]),
             seconds=tuple(row[1] for row in rows),
@@ -297,8 +196,8 @@ class RunStore:
         names = json.dumps(session_ids)
         # The turns are read first: the tools of a turn are committed with it, so none
         # can be missing then.
-        rows = self._db.execute(_RECORDED_TURNS, (names,)).fetchall()
-        tools_by_digest = dict(self._db.execute(_TOOLS, (names,)))
+        rows = self._db.execute(RECORDED_TURNS, (names,)).fetchall()
+        tools_by_digest = dict(self._db.execute(TOOLS, (names,)))
         return [
             (turn_from_row(turn_row), messages, tools_by_digest[digest])
             for *turn_row, messages, digest in rows
@@ -315,7 +214,7 @@ class RunStore:
     def _whole_rollout(self, session_id: str) -> tuple[Rollout, dict[str, bytes]]:
         """Return the result of `rollout`, and the checksums of what was recorded with
         its turns, by item: none for a session of an earlier version."""
-        row = self._db.execute(_OUTCOME, (session_id,)).fetchone()
+        row = self._db.execute(OUTCOME, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
         *bodies, checksum = row
@@ -326,7 +225,7 @@ class RunStore:
             raise KeyError(f"session {session_id} failed without a token to train")
         rows: list[Sequence[Any]] = []
         for member_id in (session_id, *summary.child_rewards):
-            rows += self._db.execute(_WHOLE_TURNS, (member_id,)).fetchall()
+            rows += self._db.execute(WHOLE_TURNS, (member_id,)).fetchall()
         untested: dict[str, bytes] = {}
         if checksum is not None:
             untested = self._turn_checksums([turn_id for turn_id, *_ in rows])
@@ -348,10 +247,7 @@ class RunStore:
         """Return the checksums of these turns and of what was recorded with them, by
         item."""
         names = json.dumps(turn_ids)
-        return dict(self._db.execute(_CHECKSUMS_OF_TURNS, (names, names)))
-
-    def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
-        return [self.rollout(session_id) for session_id in session_ids]
+        return dict(self._db.execute(CHECKSUMS_OF_TURNS, (names, names)))
 
     def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
         """Return the rollouts of a batch with their tokens and recorded data, in the
@@ -376,22 +272,32 @@ class RunStore:
         with_tokens = replace(
             rollout,
             summary=summary,
-            routed_experts=self._routed_experts(family, check),
+            routed_experts=self._by_turn(
+                ROUTED_EXPERTS, family, experts_item, experts_from_row, check
+            ),
             token_numbers=self._token_numbers(family, check),
-            top_logprobs=self._top_logprobs(family, check),
+            top_logprobs=self._by_turn(
+                TOP_LOGPROBS, family, top_item, top_from_row, check
+            ),
         )
         if untested:
             raise self._damaged(f"{next(iter(untested))} is missing or")
         return with_tokens
 
-    def _routed_experts(
-        self, session_ids: Sequence[str], check: _Check
-    ) -> dict[str, RoutedExperts]:
-        """Return the recorded experts by turn id."""
-        rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(session_ids),)).fetchall()
+    def _by_turn(
+        self,
+        sql: str,
+        session_ids: Sequence[str],
+        item: Callable[[str], str],
+        read: Callable[[Sequence[Any]], RecordT],
+        check: _Check,
+    ) -> dict[str, RecordT]:
+        """Return what was recorded with each turn of these sessions, by turn id. `item`
+        names the checksum of a row, `read` builds the record from it."""
+        rows = self._db.execute(sql, (json.dumps(session_ids),)).fetchall()
         for row in rows:
-            check(experts_item(row[0]), *row)
-        return {row[0]: experts_from_row(row) for row in rows}
+            check(item(row[0]), *row)
+        return {row[0]: read(row) for row in rows}
 
     def _token_numbers(
         self, session_ids: Sequence[str], check: _Check
@@ -399,22 +305,13 @@ class RunStore:
         """Return the given numbers by turn id and name."""
         token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
         for turn_id, name, content in self._db.execute(
-            _TOKEN_NUMBERS, (json.dumps(session_ids),)
+            TOKEN_NUMBERS, (json.dumps(session_ids),)
         ):
             check(numbers_item(turn_id, name), content)
             token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(
                 content, np.float32
             )
         return token_numbers
-
-    def _top_logprobs(
-        self, session_ids: Sequence[str], check: _Check
-    ) -> dict[str, TopLogprobs]:
-        """Return the recorded likeliest tokens by turn id."""
-        rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(session_ids),)).fetchall()
-        for row in rows:
-            check(top_item(row[0]), *row)
-        return {row[0]: top_from_row(row) for row in rows}
 
     def top_logprobs(self, turn_id: str) -> TopLogprobs | None:
         """Return the likeliest tokens of one turn; None if they were not recorded."""
@@ -428,7 +325,7 @@ class RunStore:
     def matched_stops(self, *session_ids: str) -> dict[str, str]:
         """Return the clients' stop strings that ended replies of these sessions, by
         turn id."""
-        rows = self._db.execute(_MATCHED_STOPS, (json.dumps(session_ids),))
+        rows = self._db.execute(MATCHED_STOPS, (json.dumps(session_ids),))
         return dict(rows.fetchall())
 
     def turn_traces(self, turn_ids: Sequence[str]) -> dict[str, SpanPlace]:
@@ -467,10 +364,10 @@ class RunStore:
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Return live sessions whose id begins with `prefix`, and all their
         descendants, in the order of opening."""
-        rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
+        rows = self._db.execute(LIVE_SESSIONS, (prefix + "*",)).fetchall()
         sessions = [self._session(row) for row in rows]
         for session in sessions:
-            times = self._db.execute(_SESSION_TIMES, (session.session.id,)).fetchone()
+            times = self._db.execute(SESSION_TIMES, (session.session.id,)).fetchone()
             if times is None:
                 continue
             session.awake_at_opening, awake_s, unix_s = times
@@ -481,36 +378,37 @@ class RunStore:
     def open_sessions(self, group_id: str) -> list[Session]:
         """Return live training sessions of a group, without their keys and without
         child sessions."""
-        rows = self._db.execute(_OPEN_SESSIONS, (group_id,)).fetchall()
+        rows = self._db.execute(OPEN_SESSIONS, (group_id,)).fetchall()
         return [self._session(row).session for row in rows]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
         """Return a session that has an outcome, by its id (str) or the hash of its key
         (bytes)."""
         column = "id" if isinstance(name, str) else "key_hash"
-        sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
-        row = self._db.execute(sql, (name,)).fetchone()
-        if row is None:
-            return None
-        return self._session(row)
+        return self._session_where(f"{column}=? AND outcome IS NOT NULL", name)
 
     def session(self, session_id: str) -> StoredSession | None:
         """Return the session of this id, in any state."""
-        sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?"
-        row = self._db.execute(sql, (session_id,)).fetchone()
+        return self._session_where("id=?", session_id)
+
+    def _session_where(
+        self, condition: str, value: str | bytes
+    ) -> StoredSession | None:
+        sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {condition}"
+        row = self._db.execute(sql, (value,)).fetchone()
         if row is None:
             return None
         return self._session(row)
 
     def ended_sessions(self) -> Iterator[StoredSession]:
         """Yield every top-level session with an outcome, in the order of opening."""
-        for row in self._db.execute(_ENDED_SESSIONS):
+        for row in self._db.execute(ENDED_SESSIONS):
             yield self._session(row)
 
     def family(self, session_id: str) -> list[str]:
         """Return the ids of the session and all its descendants, in the order of
         opening."""
-        return [member_id for (member_id,) in self._db.execute(_FAMILY, (session_id,))]
+        return [member_id for (member_id,) in self._db.execute(FAMILY, (session_id,))]
 
     # ---------------------------------------------------------------- running rollouts
 
@@ -521,7 +419,7 @@ class RunStore:
         offered, leased = self._db.execute(count_leases).fetchone()
         sessions = tuple(
             SilentSession(session_id=session_id, silent_s=max(now - last_sign, 0.0))
-            for session_id, last_sign in self._db.execute(_SILENT_SESSIONS, (group_id,))
+            for session_id, last_sign in self._db.execute(SILENT_SESSIONS, (group_id,))
         )
         return ExternalWaits(offered=offered, leased=leased, sessions=sessions)
 
@@ -530,7 +428,7 @@ class RunStore:
         turn to train (`types.is_trainable`). Turns of child sessions count for their
         rollout. A turn that is still being generated is not in the store."""
         rows = self._db.execute(
-            _SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)
+            SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)
         ).fetchall()
         return [
             SampledSoFar(

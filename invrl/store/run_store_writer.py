@@ -182,21 +182,12 @@ class RunStoreWriter:
             (ADD_CHECKSUM, (turn_item(turn.id), checksum)),
         ]
         if experts_TLK is not None:
-            add_experts = (
-                f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
-            )
+            sql = f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
             of_experts = experts_values(turn.id, experts_TLK)
-            statements.append((add_experts, of_experts))
-            statements.append(
-                (ADD_CHECKSUM, (experts_item(turn.id), row_checksum(*of_experts)))
-            )
+            statements += _add_checked(sql, of_experts, experts_item(turn.id))
         if top is not None:
-            add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
-            of_top = top_values(turn.id, top)
-            statements.append((add_top, of_top))
-            statements.append(
-                (ADD_CHECKSUM, (top_item(turn.id), row_checksum(*of_top)))
-            )
+            sql = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
+            statements += _add_checked(sql, top_values(turn.id, top), top_item(turn.id))
         if trace is not None:
             add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
             statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
@@ -206,7 +197,7 @@ class RunStoreWriter:
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
-        """Mark the turn's answer as sent to the client, who does not send it again: on
+        """Mark the turn's reply as sent to the client, who does not send it again: on
         a full disk the mark waits, and no later write becomes durable before it."""
         return self._submit(
             [
@@ -220,22 +211,14 @@ class RunStoreWriter:
         """Store the session's final reward, or that of a turn or of the trajectories
         through one."""
         components = _encode(reward.components)
-        if reward.turn:
-            return self._set_turn_reward(
-                session_id, "turn", reward.turn, reward.value, components
-            )
-        if reward.branch:
-            return self._set_turn_reward(
-                session_id, "branch", reward.branch, reward.value, components
-            )
+        if reward.turn or reward.branch:
+            of = "turn" if reward.turn else "branch"
+            turn_id = reward.turn or reward.branch
+            sql = "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)"
+            values = (session_id, of, turn_id, reward.value, components)
+            return self._submit([(sql, values)])
         sql = "UPDATE sessions SET reward=?, components=? WHERE id=?"
         return self._submit([(sql, (reward.value, components, session_id))])
-
-    def _set_turn_reward(
-        self, session_id: str, of: str, turn_id: str, value: float, components: bytes
-    ) -> Future[None]:
-        sql = "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)"
-        return self._submit([(sql, (session_id, of, turn_id, value, components))])
 
     def add_numbers(self, session_id: str, extra: ExtraNumbers) -> Future[None]:
         """Store numbers of extra columns, in one transaction. An earlier number of the
@@ -407,6 +390,13 @@ class RunStoreWriter:
             self._patient.execute(
                 f"PRAGMA busy_timeout={int(1000 * self._busy_timeout_s)}"
             )
+
+
+def _add_checked(
+    sql: str, values: tuple[object, ...], item: str
+) -> tuple[_Statement, _Statement]:
+    """Return the statements that add a row and its checksum."""
+    return (sql, values), (ADD_CHECKSUM, (item, row_checksum(*values)))
 
 
 def _is_busy(error: Exception) -> bool:

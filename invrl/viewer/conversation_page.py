@@ -8,7 +8,7 @@ as markup.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,6 +46,34 @@ _CHILDREN = """
     WHERE id IN family AND parent_id != '' ORDER BY rowid
 """
 _TURN_NUMBERS = "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
+
+_TURN_FIELDS = (
+    "id",
+    "session_id",
+    "parent_id",
+    "fork_reason",
+    "finish_reason",
+    "spans",
+    "delivered",
+    "trainable",
+    "temperature",
+    "prompt_tokens",
+    "cached_tokens",
+    "started_at",
+    "finished_at",
+    "constrained",
+)
+"""Fields of `Turn` that the page shows as they are."""
+_ENTRY_FIELDS = ("sequence", "state", "reason", "failure", "detail", "batch_id")
+"""Fields of `LedgerEntry` that the page shows as they are."""
+_UNTRAINED_STATES = {
+    "dropped": "the rollout was dropped: {reason}",
+    "failed": "the rollout failed: {failure}",
+    "lost": "a later incarnation of the run resumed from before it",
+    "abandoned": "the run stopped before the rollout ended",
+}
+"""Reason that a training rollout of this state was not trained; columns of its row in
+braces."""
 
 Row = dict[str, Any]
 
@@ -127,7 +155,7 @@ class _DetailReader:
         self, session: StoredSession, summary: RolloutSummary | None
     ) -> list[Row]:
         family = self._store.family(self._row["session_id"])
-        trained = self._trained_turns()
+        trained = trained_turns(self._run, self._row, self._notes)
         numbers: dict[str, dict[str, float]] = {}
         for turn_id, name, number in self._db.execute(
             _TURN_NUMBERS, (msgspec.json.encode(family).decode(),)
@@ -149,28 +177,22 @@ class _DetailReader:
             reason = _untrained_reason(
                 turn, self._row, in_untrained=turn.id in untrained
             )
-            was_trained = None
+            was_trained = False if reason else None
             if trained is not None:
                 was_trained = turn.id in trained and bool(
                     trained[turn.id].trained_N.any()
                 )
-            elif reason:
-                was_trained = False
             reward = session.turn_rewards.get(turn.id)
-            row["kept_reply"] = ""
-            if turn.parent_id in by_id:
-                row["kept_reply"] = kept_reply(by_id[turn.parent_id])
-            row["trained"] = was_trained
-            row["why_not_trained"] = "" if was_trained else reason
-            row["reward"] = reward.value if reward else None
-            row["numbers"] = numbers.get(turn.id, {})
+            parent = by_id.get(turn.parent_id or "")
+            row |= {
+                "kept_reply": kept_reply(parent) if parent else "",
+                "trained": was_trained,
+                "why_not_trained": "" if was_trained else reason,
+                "reward": reward.value if reward else None,
+                "numbers": numbers.get(turn.id, {}),
+            }
             rows.append(row)
         return rows
-
-    def _trained_turns(self) -> Mapping[str, TrainedTurn] | None:
-        """Return the trained turns of the rollout's step; None if the run did not
-        record them."""
-        return trained_turns(self._run, self._row, self._notes)
 
     def _explanations(
         self, recorded: Sequence[tuple[Turn, bytes, bytes]]
@@ -198,10 +220,7 @@ class _DetailReader:
         messages = _decode_messages(encoded, turn.id, self._notes)
         reply = messages[-1] if messages else Message("assistant")
         return {
-            "id": turn.id,
-            "session_id": turn.session_id,
-            "parent_id": turn.parent_id,
-            "fork_reason": turn.fork_reason,
+            **{name: getattr(turn, name) for name in _TURN_FIELDS},
             "fork_advice": explanation.advice
             if explanation
             else fork_advice(turn.fork_reason),
@@ -212,20 +231,10 @@ class _DetailReader:
             "restarts": turn.parent_id is None,
             "reply": _message_row(reply, full=self._full),
             "tools": self._tools_number(tools),
-            "finish_reason": turn.finish_reason,
-            "spans": turn.spans,
-            "delivered": turn.delivered,
-            "trainable": turn.trainable,
-            "temperature": turn.temperature,
-            "prompt_tokens": turn.prompt_tokens,
-            "cached_tokens": turn.cached_tokens,
             "context_tokens": len(turn.context_ids_T),
             "sampled_tokens": len(turn.sampled_ids_T),
-            "started_at": turn.started_at,
-            "finished_at": turn.finished_at,
-            "constrained": turn.constrained,
-            "logprob_mean": _mean(turn.logprobs_T),
-            "logprob_min": _least(turn.logprobs_T),
+            "logprob_mean": _over_tokens(np.mean, turn.logprobs_T),
+            "logprob_min": _over_tokens(np.min, turn.logprobs_T),
         }
 
     def _tools_number(self, tools: bytes) -> int | None:
@@ -407,38 +416,28 @@ def _session_summary(session: StoredSession) -> RolloutSummary | None:
 
 
 def _session_rewards(session: StoredSession) -> list[Row]:
-    rows: list[Row] = []
-    for of, rewards in (
-        ("turn", session.turn_rewards),
-        ("branch", session.branch_rewards),
-    ):
-        for turn_id, reward in rewards.items():
-            rows.append(
-                {
-                    "of": of,
-                    "turn_id": turn_id,
-                    "reward": reward.value,
-                    "components": dict(reward.components),
-                }
-            )
-    return rows
+    return [
+        {
+            "of": of,
+            "turn_id": turn_id,
+            "reward": reward.value,
+            "components": dict(reward.components),
+        }
+        for of, rewards in (
+            ("turn", session.turn_rewards),
+            ("branch", session.branch_rewards),
+        )
+        for turn_id, reward in rewards.items()
+    ]
 
 
 def _entry_row(kept: StoredEntry) -> Row:
     entry = kept.entry
-    step = None
-    if entry.batch_id is not None:
-        step = entry.batch_id + 1
     return {
+        **{name: getattr(entry, name) for name in _ENTRY_FIELDS},
         "incarnation": kept.incarnation,
-        "sequence": entry.sequence,
         "at": kept.at,
-        "state": str(entry.state),
-        "reason": entry.reason,
-        "failure": entry.failure,
-        "detail": entry.detail,
-        "batch_id": entry.batch_id,
-        "step": step,
+        "step": None if entry.batch_id is None else entry.batch_id + 1,
         "lost": kept.lost,
     }
 
@@ -457,7 +456,7 @@ def _below_untrained_roots(
 def _untrained_reason(turn: Turn, row: Row, *, in_untrained: bool) -> str:
     """Return the reason; "" if the turn was trained or may still be."""
     if not turn.delivered:
-        return "its answer did not reach the agent whole"
+        return "its reply did not reach the agent whole"
     if turn.finish_reason == "abort":
         return "it was cancelled"
     if not turn.trainable:
@@ -466,15 +465,7 @@ def _untrained_reason(turn: Turn, row: Row, *, in_untrained: bool) -> str:
         return "its conversation stands beside the main one, and such are not trained"
     if row["purpose"] != "train":
         return "the rollout is not of training"
-    if row["state"] == "dropped":
-        return f"the rollout was dropped: {row['reason']}"
-    if row["state"] == "failed":
-        return f"the rollout failed: {row['failure']}"
-    if row["state"] == "lost":
-        return "a later incarnation of the run resumed from before it"
-    if row["state"] == "abandoned":
-        return "the run stopped before the rollout ended"
-    return ""
+    return _UNTRAINED_STATES.get(row["state"], "").format_map(row)
 
 
 def _decode_messages(encoded: bytes, turn_id: str, notes: list[str]) -> list[Message]:
@@ -508,13 +499,7 @@ def _message_row(message: Message, *, full: bool) -> Row:
     }
 
 
-def _mean(logprobs_T: np.ndarray) -> float | None:
-    if not len(logprobs_T):
-        return None
-    return float(logprobs_T.mean())
-
-
-def _least(logprobs_T: np.ndarray) -> float | None:
-    if not len(logprobs_T):
-        return None
-    return float(logprobs_T.min())
+def _over_tokens(
+    reduce: Callable[[np.ndarray], np.floating], logprobs_T: np.ndarray
+) -> float | None:
+    return float(reduce(logprobs_T)) if len(logprobs_T) else None

@@ -9,7 +9,7 @@ tokens are compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -74,19 +74,11 @@ class Explanation:
 
     def row(self) -> Row:
         """Return the explanation as the page gets it."""
-        change = None
+        row = asdict(self)
+        del row["advice"]
         if self.change is not None:
-            change = {
-                name: getattr(self.change, name)
-                for name in ("message", "role", "part", "recorded", "sent")
-            }
-        return {
-            "from_turn": self.from_turn,
-            "shared": self.shared,
-            "messages": self.messages,
-            "what": self.what,
-            "change": change,
-        }
+            del row["change"]["level"]
+        return row
 
 
 def explain_forks(
@@ -164,12 +156,13 @@ def _explained(
     decode: Decode | None,
 ) -> Explanation:
     messages = node.conversation()[:-1]
-    nearest, shared = _nearest(messages, list(nodes.values()))
+    earlier = list(nodes.values())[-_MAX_COMPARED:]
+    nearest, shared = _nearest(messages, earlier)
     change = None
     what = ""
     other_tools: Sequence[Tool] = nearest.tools if nearest is not None else ()
     if reason is ForkReason.TOOLS_CHANGED:
-        other_tools = _recorded_tools(messages, list(nodes.values()), other_tools)
+        other_tools = _recorded_tools(messages, earlier, other_tools)
         change = tools_change(other_tools, node.tools)
     elif reason in _OF_THE_TEMPLATE:
         match = forest.match(messages, node.tools)
@@ -220,7 +213,7 @@ def _nearest(
     request's beginning, and their number."""
     nearest: Node | None = None
     most = 0
-    for node in earlier[-_MAX_COMPARED:]:
+    for node in earlier:
         shared = common_items(messages, node.conversation())
         if nearest is None or shared > most:
             nearest = node
@@ -233,7 +226,7 @@ def _recorded_tools(
 ) -> Sequence[Tool]:
     """Return the tools recorded with the conversation that the request continues with
     other tools."""
-    whole = [node for node in earlier[-_MAX_COMPARED:] if _continues(messages, node)]
+    whole = [node for node in earlier if _continues(messages, node)]
     if not whole:
         return default
     return min(reversed(whole), key=lambda node: len(node.conversation())).tools
@@ -276,19 +269,19 @@ def _token_change(recorded: Node, node: Node, decode: Decode | None) -> Change |
     part_T = slice(
         max(0, position - _TOKENS_BEFORE), position - _TOKENS_BEFORE + _TOKENS_SHOWN
     )
-    texts = [
-        _decode_ids(ids_T[part_T].tolist(), decode)
-        for ids_T in (recorded_ids, sent_ids)
-    ]
+    if decode is None:
+        decode = _ids_text
     return Change(
-        message=position, role="", part="tokens", recorded=texts[0], sent=texts[1]
+        message=position,
+        role="",
+        part="tokens",
+        recorded=decode(recorded_ids[part_T].tolist()),
+        sent=decode(sent_ids[part_T].tolist()),
     )
 
 
-def _decode_ids(ids: list[int], decode: Decode | None) -> str:
-    if decode is None:
-        return f"ids {' '.join(map(str, ids))}"
-    return decode(ids)
+def _ids_text(ids: Sequence[int]) -> str:
+    return f"ids {' '.join(map(str, ids))}"
 
 
 def _sentence(

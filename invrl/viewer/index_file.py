@@ -6,6 +6,7 @@ version of the viewer, or of an earlier run at the same path, is removed.
 """
 
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.host.files.private_file import make_private
@@ -47,6 +48,18 @@ CREATE VIRTUAL TABLE said USING fts5(
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexState:
+    """Progress of the index through the store, for the page."""
+
+    rollouts_indexed: int = 0
+    rollouts: int = 0
+    turns_indexed: int = 0
+    turns: int = 0
+    ready: bool = False
+    error: str = ""
+
+
 class IndexFile:
     """Index at `folder`/index.sqlite. Any number of processes may read it; one fills
     it."""
@@ -60,7 +73,7 @@ class IndexFile:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         db = self._opened()
         try:
-            if _read_meta(db, "identity") == identity:
+            if read_meta(db, "identity") == identity:
                 return db
         except sqlite3.DatabaseError:
             pass  # no tables yet, or a damaged file
@@ -103,19 +116,18 @@ class IndexFile:
         db.execute("PRAGMA mmap_size=1073741824")
         db.execute("PRAGMA cache_size=-32768")
         try:
-            if (
-                db.execute("SELECT 1 FROM sqlite_master WHERE name='said'").fetchone()
-                is None
-            ):
-                db.close()
-                return None
+            sql = "SELECT 1 FROM sqlite_master WHERE name='said'"
+            has_tables = db.execute(sql).fetchone() is not None
         except sqlite3.DatabaseError:
-            db.close()
-            return None
-        return db
+            has_tables = False
+        if has_tables:
+            return db
+        db.close()
+        return None
 
 
-def _read_meta(db: sqlite3.Connection, key: str) -> object:
+def read_meta(db: sqlite3.Connection, key: str) -> object:
+    """Return a value; None if it is not set."""
     row = db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
     if row is None:
         return None
@@ -124,18 +136,10 @@ def _read_meta(db: sqlite3.Connection, key: str) -> object:
 
 def meta_number(db: sqlite3.Connection, key: str) -> int:
     """Return a number; 0 if it is not set."""
-    value = _read_meta(db, key)
+    value = read_meta(db, key)
     if isinstance(value, int):
         return value
     return 0
-
-
-def meta_text(db: sqlite3.Connection, key: str) -> str:
-    """Return a text; "" if it is not set."""
-    value = _read_meta(db, key)
-    if isinstance(value, str):
-        return value
-    return ""
 
 
 def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:

@@ -7,9 +7,9 @@ of rollouts, `indexed_training.py` the training of their tokens.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,9 @@ from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.viewer.index_file import (
     TURN_BITS,
+    IndexState,
     meta_number,
-    meta_text,
+    read_meta,
     session_rollout,
     set_meta,
 )
@@ -44,40 +45,23 @@ _TURN_BATCH_BYTES = 4_000_000
 _DETAIL_LENGTH = 300
 """Characters of a failure's first line that a row keeps."""
 
+_SESSION_COLUMNS = (
+    "id",
+    "session_id",
+    "task_id",
+    "group_id",
+    "index",
+    "attempt",
+    "purpose",
+    "opened_at",
+)
+"""Columns of a rollout that are a session's own, in the order of `_SESSION`."""
 _SESSION = 'rowid, id, task_id, group_id, "index", attempt, purpose, opened_at, state, parent_id, outcome'
 _NEW_SESSIONS = f"SELECT {_SESSION} FROM sessions WHERE rowid>? ORDER BY rowid LIMIT ?"
 _SESSIONS = (
     f"SELECT {_SESSION} FROM sessions WHERE rowid IN (SELECT value FROM json_each(?))"
 )
 _NEW_TURNS = "SELECT seq, session_id, logprobs, messages FROM turns WHERE seq>? ORDER BY seq LIMIT ?"
-_ADD_ROLLOUT = """
-    INSERT OR REPLACE INTO rollouts (
-      id, session_id, task_id, task, group_id, "index", attempt, purpose, evaluation, step, state, reason,
-      failure, detail, reward, components, turns, sampled_tokens, truncated, forks, fork_reasons,
-      oldest_version, newest_version, staleness, opened_at, seconds, ended, trained,
-      turns_read, logprob_sum, logprob_count, logprob, advantage, gap)
-    VALUES (:id, :session_id, :task_id, :task, :group_id, :index, :attempt, :purpose, :evaluation, :step,
-      :state, :reason, :failure, :detail, :reward, :components, :turns, :sampled_tokens, :truncated, :forks,
-      :fork_reasons, :oldest_version, :newest_version, :staleness, :opened_at, :seconds, :ended, :trained,
-      :turns_read, :logprob_sum, :logprob_count, :logprob, :advantage, :gap)
-"""
-_KEPT_COLUMNS = "turns_read, logprob_sum, logprob_count, logprob, advantage, gap"
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of the index through the store."""
-
-    rollouts_indexed: int
-    rollouts: int
-    turns_indexed: int
-    turns: int
-
-    @property
-    def complete(self) -> bool:
-        return (
-            self.rollouts_indexed >= self.rollouts and self.turns_indexed >= self.turns
-        )
 
 
 def read_identity(store: sqlite3.Connection, version: int) -> str:
@@ -92,17 +76,20 @@ def read_identity(store: sqlite3.Connection, version: int) -> str:
     return json.dumps([version, first_session, first_start])
 
 
-def read_progress(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
+def read_state(store: sqlite3.Connection, index: sqlite3.Connection) -> IndexState:
     """Return how much of the store the index holds."""
     [rollouts] = store.execute(
         "SELECT COALESCE(MAX(rowid), 0) FROM sessions"
     ).fetchone()
     [turns] = store.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
-    return Progress(
-        rollouts_indexed=meta_number(index, "session_row"),
+    rollouts_indexed = meta_number(index, "session_row")
+    turns_indexed = meta_number(index, "turn_seq")
+    return IndexState(
+        rollouts_indexed=rollouts_indexed,
         rollouts=rollouts,
-        turns_indexed=meta_number(index, "turn_seq"),
+        turns_indexed=turns_indexed,
         turns=turns,
+        ready=rollouts_indexed >= rollouts and turns_indexed >= turns,
     )
 
 
@@ -141,12 +128,9 @@ class IndexFiller:
             if not number:
                 continue
             row = self._store.execute(sql, (number,)).fetchone()
-            if row is None or row[0] != meta_text(self._index, key):
+            if row is None or row[0] != read_meta(self._index, key):
                 return False
         return True
-
-    def progress(self) -> Progress:
-        return read_progress(self._store, self._index)
 
     def fill(self) -> bool:
         """Add one batch of new data, in one transaction. Returns whether there was
@@ -217,8 +201,9 @@ class IndexFiller:
             self._add_rollout(values)
             groups.add(values["group_id"])
             tasks.add(values["task"])
-        self._rate_groups(groups)
-        self._rate_tasks(tasks)
+        self._rate("group_id=? AND purpose!='eval'", groups)
+        # a held-out rollout: with its task in all evaluations
+        self._rate("task=? AND purpose='eval'", tasks)
 
     def _add_child(self, session_id: str, parent_id: str) -> None:
         rollout = session_rollout(self._index, parent_id)
@@ -228,19 +213,15 @@ class IndexFiller:
             )
 
     def _add_rollout(self, values: dict[str, Any]) -> None:
-        sql = f"SELECT {_KEPT_COLUMNS} FROM rollouts WHERE id=?"
-        kept = self._index.execute(sql, (values["id"],)).fetchone()
-        if kept is None:
-            kept = (0, 0.0, 0, None, None, None)
-        values.update(zip(_KEPT_COLUMNS.split(", "), kept, strict=True))
+        """Add the rollout, or change these columns of it."""
         if values["purpose"] == "eval":
             # Only the last attempt of a repeated evaluation counts.
             sql = "UPDATE rollouts SET state='repeated' WHERE group_id=? AND \"index\"=? AND id<?"
             self._index.execute(
                 sql, (values["group_id"], values["index"], values["id"])
             )
-        fork_reasons = values["fork_reasons"]
-        components = values["components"]
+        fork_reasons = values.get("fork_reasons", {})
+        components = values.get("components", {})
         self._index.executemany(
             "INSERT OR REPLACE INTO forks VALUES (?,?,?)",
             [(reason, values["id"], count) for reason, count in fork_reasons.items()],
@@ -251,51 +232,21 @@ class IndexFiller:
         )
         values["fork_reasons"] = json.dumps(fork_reasons)
         values["components"] = json.dumps(components)
-        self._index.execute(_ADD_ROLLOUT, values)
+        columns = [f'"{name}"' for name in values]
+        marks = ",".join("?" * len(values))
+        changes = ",".join(f"{column}=excluded.{column}" for column in columns)
+        self._index.execute(
+            f"INSERT INTO rollouts ({','.join(columns)}) VALUES ({marks}) "
+            f"ON CONFLICT (id) DO UPDATE SET {changes}",
+            list(values.values()),
+        )
 
     def _row_values(self, row: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the columns of a rollout, by name."""
-        (
-            rowid,
-            session_id,
-            task_id,
-            group_id,
-            index,
-            attempt,
-            purpose,
-            opened_at,
-            state,
-            _,
-            body,
-        ) = row
-        values: dict[str, Any] = {
-            "id": rowid,
-            "session_id": session_id,
-            "task_id": task_id,
-            "task": self._first_task_id(task_id),
-            "group_id": group_id,
-            "index": index,
-            "attempt": attempt,
-            "purpose": purpose,
-            "opened_at": opened_at,
-            "evaluation": "",
-            "step": None,
-            "reason": None,
-            "failure": None,
-            "detail": "",
-            "reward": None,
-            "components": {},
-            "turns": None,
-            "sampled_tokens": None,
-            "truncated": 0,
-            "forks": 0,
-            "fork_reasons": {},
-            "oldest_version": None,
-            "newest_version": None,
-            "staleness": None,
-            "seconds": None,
-            "ended": int(body is not None),
-        }
+        """Return the columns of a rollout that are known, by name."""
+        *of_session, state, _, body = row
+        values: dict[str, Any] = dict(zip(_SESSION_COLUMNS, of_session, strict=True))
+        values["task"] = self._first_task_id(values["task_id"])
+        values["ended"] = int(body is not None)
         if body is None:
             values["state"] = "abandoned" if state == "lost" else "running"
         else:
@@ -326,18 +277,20 @@ class IndexFiller:
         if not isinstance(summary, RolloutSummary):
             return
         prefix = "forks/"
-        values["turns"] = summary.num_turns
-        values["sampled_tokens"] = summary.sampled_tokens
-        values["truncated"] = int(summary.truncated)
-        values["forks"] = summary.forks
-        values["fork_reasons"] = {
-            name.removeprefix(prefix): count
-            for name, count in summary.counts.items()
-            if name.startswith(prefix)
+        values |= {
+            "turns": summary.num_turns,
+            "sampled_tokens": summary.sampled_tokens,
+            "truncated": int(summary.truncated),
+            "forks": summary.forks,
+            "fork_reasons": {
+                name.removeprefix(prefix): count
+                for name, count in summary.counts.items()
+                if name.startswith(prefix)
+            },
+            "oldest_version": int(summary.oldest_version),
+            "newest_version": int(summary.newest_version),
+            "seconds": max(0.0, summary.finished_at - summary.started_at),
         }
-        values["oldest_version"] = int(summary.oldest_version)
-        values["newest_version"] = int(summary.newest_version)
-        values["seconds"] = max(0.0, summary.finished_at - summary.started_at)
 
     def _add_ledger_state(self, values: dict[str, Any]) -> None:
         """Add state, reason and step, which are not the session's own."""
@@ -358,8 +311,9 @@ class IndexFiller:
             return
         values["state"], values["reason"], values["step"] = fate
         values["trained"] = int(values["state"] == "trained")
-        if values["step"] is not None and values["oldest_version"] is not None:
-            values["staleness"] = max(0, values["step"] - 1 - values["oldest_version"])
+        oldest_version = values.get("oldest_version")
+        if values["step"] is not None and oldest_version is not None:
+            values["staleness"] = max(0, values["step"] - 1 - oldest_version)
 
     def _first_task_id(self, task_id: str) -> str:
         """Return the task's first id, without the number of a later epoch."""
@@ -375,35 +329,24 @@ class IndexFiller:
 
     # ------------------------------------------------------ how surprising a reward is
 
-    def _rate_groups(self, groups: Iterable[str]) -> None:
-        """Rate the members of groups with several rewards: the distance from the
-        group's mean."""
-        sql = "SELECT id, reward FROM rollouts WHERE group_id=? AND reward IS NOT NULL AND purpose!='eval'"
-        for group_id in groups:
-            rated = self._index.execute(sql, (group_id,)).fetchall()
-            if len(rated) > 1:
-                self._rate(rated)
-
-    def _rate_tasks(self, tasks: Iterable[str]) -> None:
-        """Rate held-out rollouts: the distance from the mean of their task over all
-        evaluations."""
-        sql = "SELECT id, reward FROM rollouts WHERE task=? AND reward IS NOT NULL AND purpose='eval'"
-        for task in tasks:
-            rated = self._index.execute(sql, (task,)).fetchall()
-            if len(rated) > 1:
-                self._rate(rated)
-
-    def _rate(self, rated: list[tuple[int, float]]) -> None:
-        rewards = [reward for _, reward in rated]
-        mean = fmean(rewards)
-        deviation = pstdev(rewards)
-        distances: list[tuple[float, int]] = []
-        for rollout, reward in rated:
-            distance = 0.0
-            if deviation > 0:
-                distance = abs(reward - mean) / deviation
-            distances.append((distance, rollout))
-        self._index.executemany("UPDATE rollouts SET surprise=? WHERE id=?", distances)
+    def _rate(self, compared: str, values: Iterable[str]) -> None:
+        """Rate each reward by its distance from the mean of those that the condition
+        `compared` selects with one of the values."""
+        sql = f"SELECT id, reward FROM rollouts WHERE {compared} AND reward IS NOT NULL"
+        for value in values:
+            rated = self._index.execute(sql, (value,)).fetchall()
+            if len(rated) < 2:
+                continue
+            rewards = [reward for _, reward in rated]
+            mean = fmean(rewards)
+            deviation = pstdev(rewards) or math.inf
+            self._index.executemany(
+                "UPDATE rollouts SET surprise=? WHERE id=?",
+                [
+                    (abs(reward - mean) / deviation, rollout)
+                    for rollout, reward in rated
+                ],
+            )
 
     # ----------------------------------------------------------------- what was said
 

@@ -1,7 +1,7 @@
 """The HTTP server of `invrl view`: the static page, and the data that it shows, as
 JSON.
 
-Every request passes `access.py` first. Handlers run in threads, because they read
+Every request passes `access.py` first. Pages are built in threads, because that reads
 files.
 """
 
@@ -18,42 +18,38 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.requests import Request
-from starlette.responses import (
-    FileResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
-from starlette.routing import Route
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from invrl import __version__
 from invrl.errors import ConfigError, DamagedFileError, InvrlError
-from invrl.viewer.access import HEADERS, Access, Refusal, without_key
+from invrl.viewer.access import HEADERS, Access, without_key
+from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.last_replies import last_replies
 from invrl.viewer.rollout_queries import Parameters, read_page
+from invrl.viewer.run_pages import (
+    RUN_PAGES,
+    configurations_page,
+    metric_names_page,
+    metrics_page,
+)
 from invrl.viewer.run_watch import RunWatch
 from invrl.viewer.viewed_run import ViewedRun
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 MAX_METRICS = 200
 """Most names of metrics in one request."""
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".woff2": "font/woff2",
-    ".json": "application/json",
-    ".txt": "text/plain; charset=utf-8",
-    ".md": "text/plain; charset=utf-8",
-}
 _KEEP_ALIVE_S = 15.0
 _SHUTDOWN_S = 2
 
-Answer = Callable[[ViewedRun, Parameters, str], Any]
+Handler = Callable[[Request], Any]
+RunPage = Callable[[ViewedRun, Parameters, str], Any]
+"""Builds a page of one run from the URL's query and the name in its path."""
+RunsPage = Callable[[Sequence[ViewedRun], QueryParams], Any]
 
 
 class AccessGuard:
@@ -71,24 +67,18 @@ class AccessGuard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = {name for name, _ in message["headers"]}
-                added = [
-                    (name.lower().encode(), value.encode())
-                    for name, value in HEADERS.items()
-                ]
-                message["headers"] = [
-                    *message["headers"],
-                    *(pair for pair in added if pair[0] not in own),
-                ]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        response = self._early_answer(scope)
+        response = self._early_response(scope)
         if response is None:
             await self._app(scope, receive, send_with_headers)
         else:
             await response(scope, receive, send_with_headers)
 
-    def _early_answer(self, scope: Scope) -> Response | None:
+    def _early_response(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         query = scope["query_string"].decode("latin-1")
         key = QueryParams(query).get("key", "")
@@ -96,7 +86,7 @@ class AccessGuard:
             scope["method"], headers.get("host", ""), headers, key
         )
         if refusal is not None:
-            return _refused(refusal)
+            return _error(refusal.status, refusal.reason, fix=refusal.fix)
         if key:
             rest = without_key(query)
             target = "./" + scope["path"].rpartition("/")[2]
@@ -114,45 +104,40 @@ class PageServer:
     def __init__(self, runs: Sequence[ViewedRun], watch: RunWatch) -> None:
         self._runs = {run.id: run for run in runs}
         self._watch = watch
-        self._files = _page_files()
 
     def app(self, access: Access) -> ASGIApp:
         routes = [
-            Route("/api/runs", self._all_runs),
-            Route("/api/config", self._configurations),
-            Route("/api/metric-names", self._metric_names),
-            Route("/api/metrics", self._metrics),
+            Route("/api/runs", self._about_several(lambda runs, _: runs_page(runs))),
+            Route(
+                "/api/config",
+                self._about_several(lambda runs, _: configurations_page(runs)),
+            ),
+            Route(
+                "/api/metric-names",
+                self._about_several(
+                    lambda runs, query: metric_names_page(runs, query.get("q", ""))
+                ),
+            ),
+            Route(
+                "/api/metrics",
+                self._about_several(
+                    lambda runs, query: metrics_page(
+                        runs, query.getlist("name")[:MAX_METRICS]
+                    )
+                ),
+            ),
             Route("/api/events", self._events),
             Route("/api/runs/{run}/rollouts/{name:path}", self._about(_rollout)),
             Route("/api/runs/{run}/turns/{name:path}/tokens", self._about(_tokens)),
             Route("/api/runs/{run}/replies/{name:path}", self._about(_replies)),
             Route("/api/runs/{run}/{name}", self._about(_run_page)),
-            Route("/api/{rest:path}", self._no_such_page),
-            Route("/data/manifest.js", self._manifest),
-            Route("/{path:path}", self._file),
+            Route("/data/manifest.js", _manifest),
+            Mount("/", StaticFiles(directory=PAGE_FOLDER, html=True)),
         ]
-        return AccessGuard(Starlette(routes=routes), access)
-
-    async def _all_runs(self, request: Request) -> Response:
-        del request
-        return await _in_thread(lambda: runs_page(list(self._runs.values())))
-
-    async def _configurations(self, request: Request) -> Response:
-        from invrl.viewer.run_pages import configurations_page
-
-        return await _in_thread(lambda: configurations_page(self._chosen(request)))
-
-    async def _metric_names(self, request: Request) -> Response:
-        from invrl.viewer.run_pages import metric_names_page
-
-        text = request.query_params.get("q", "")
-        return await _in_thread(lambda: metric_names_page(self._chosen(request), text))
-
-    async def _metrics(self, request: Request) -> Response:
-        from invrl.viewer.run_pages import metrics_page
-
-        names = request.query_params.getlist("name")[:MAX_METRICS]
-        return await _in_thread(lambda: metrics_page(self._chosen(request), names))
+        handlers = {404: _no_such_file}
+        return AccessGuard(
+            Starlette(routes=routes, exception_handlers=handlers), access
+        )
 
     def _chosen(self, request: Request) -> list[ViewedRun]:
         """Return the runs that the query names; all if it names none. Raises
@@ -170,7 +155,17 @@ class PageServer:
             )
         return run
 
-    def _about(self, answer: Answer) -> Callable[[Request], Any]:
+    def _about_several(self, page: RunsPage) -> Handler:
+        """Return the handler of a page of the runs that the query names."""
+
+        async def handle(request: Request) -> Response:
+            return await _in_thread(
+                lambda: page(self._chosen(request), request.query_params)
+            )
+
+        return handle
+
+    def _about(self, page: RunPage) -> Handler:
         """Return the handler of a page of one run."""
 
         async def handle(request: Request) -> Response:
@@ -178,7 +173,7 @@ class PageServer:
             parameters = {name: query.getlist(name) for name in query}
             name = request.path_params.get("name", "")
             return await _in_thread(
-                lambda: answer(self._run(request.path_params["run"]), parameters, name)
+                lambda: page(self._run(request.path_params["run"]), parameters, name)
             )
 
         return handle
@@ -201,31 +196,17 @@ class PageServer:
                     return
                 yield b"event: change\ndata: " + encoded(change) + b"\n\n"
 
-    async def _no_such_page(self, request: Request) -> Response:
-        return _not_found(request.url.path)
 
-    async def _manifest(self, request: Request) -> Response:
-        """Return an empty manifest. In an export this file names the exported data."""
-        del request
-        return Response("window.invrlExport = null;\n", media_type=_TYPES[".js"])
-
-    async def _file(self, request: Request) -> Response:
-        name = request.path_params["path"] or "index.html"
-        path = self._files.get(name)
-        if path is None:
-            return _not_found(request.url.path)
-        return FileResponse(path, media_type=_TYPES[path.suffix])
+async def _manifest(request: Request) -> Response:
+    """Return an empty manifest. In an export this file names the exported data."""
+    del request
+    return Response("window.invrlExport = null;\n", media_type="text/javascript")
 
 
-def _page_files() -> dict[str, Path]:
-    """Return the files of the page by their names in a URL. A name from outside is
-    looked up here and never becomes a path."""
-    files = [
-        path
-        for path in PAGE_FOLDER.rglob("*")
-        if path.suffix in _TYPES and path.is_file()
-    ]
-    return {path.relative_to(PAGE_FOLDER).as_posix(): path for path in files}
+async def _no_such_file(request: Request, error: Exception) -> Response:
+    del error
+    reason = f"there is no page {request.url.path!r}"
+    return _error(404, reason, fix="open the page's first address")
 
 
 class _NoSuchPage(Exception):
@@ -239,8 +220,6 @@ def runs_page(runs: Sequence[ViewedRun]) -> Any:
 
 
 def _rollout(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.conversation_page import rollout_detail
-
     detail = rollout_detail(run, name, full=_is_full(parameters))
     if detail is None:
         raise _NoSuchPage(f"the run has no rollout {name!r}, or it is not indexed yet")
@@ -248,8 +227,6 @@ def _rollout(run: ViewedRun, parameters: Parameters, name: str) -> Any:
 
 
 def _tokens(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.conversation_page import turn_tokens
-
     tokens = turn_tokens(run, name, full=_is_full(parameters))
     if tokens is None:
         raise _NoSuchPage(f"the run has no turn {name!r}")
@@ -257,16 +234,12 @@ def _tokens(run: ViewedRun, parameters: Parameters, name: str) -> Any:
 
 
 def _run_page(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import RUN_PAGES
-
     if name not in RUN_PAGES:
         raise _NoSuchPage(f"there is no page {name!r} of a run")
     return RUN_PAGES[name](run, parameters, read_page(parameters))
 
 
 def _replies(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.last_replies import last_replies
-
     del parameters
     return last_replies(run, name)
 
@@ -275,7 +248,7 @@ def _is_full(parameters: Parameters) -> bool:
     return "1" in parameters.get("full", ())
 
 
-# ----------------------------------------------------------------- answers
+# ----------------------------------------------------------------- responses
 
 
 async def _in_thread(work: Callable[[], Any]) -> Response:
@@ -343,16 +316,6 @@ def _error(
     return _json(encoded({"error": error}), status)
 
 
-def _not_found(path: str) -> Response:
-    return _error(
-        404, f"there is no page {path!r}", fix="open the page's first address"
-    )
-
-
-def _refused(refusal: Refusal) -> Response:
-    return _error(refusal.status, refusal.reason, fix=refusal.fix)
-
-
 # ----------------------------------------------------------------- the process
 
 
@@ -360,19 +323,14 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0: a free one. Raises ConfigError if the address
     is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        listener.close()
         field, value = ("--port", str(port)) if port else ("--host", host)
         fix = "choose another --port, or leave it out for a free one; --host must be an address of this machine"
         raise ConfigError(
             field, value, f"cannot listen on {host}:{port}: {error}", fix
         ) from error
-    listener.listen(128)
-    return listener
 
 
 async def serve(

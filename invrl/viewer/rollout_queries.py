@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,37 +54,15 @@ _ORDERED_SORTS = {
 }
 _FACETS = ("purpose", "evaluation", "state", "drop", "failure", "truncated", "trained")
 _RANGES = ("reward", "tokens", "turns", "staleness", "seconds")
-ROW_COLUMNS = (
-    "session_id",
-    "task_id",
-    "task",
-    "group_id",
-    '"index"',
-    "attempt",
-    "purpose",
-    "evaluation",
-    "step",
-    "state",
-    "reason",
-    "failure",
-    "detail",
-    "reward",
-    "components",
-    "turns",
-    "sampled_tokens",
-    "truncated",
-    "forks",
-    "fork_reasons",
-    "oldest_version",
-    "newest_version",
-    "staleness",
-    "opened_at",
-    "seconds",
-    "advantage",
-    "logprob",
-    "gap",
-    "surprise",
+_INTERNAL_COLUMNS = (
+    "id",
+    "ended",
+    "trained",
+    "turns_read",
+    "logprob_sum",
+    "logprob_count",
 )
+"""Columns of `rollouts` that no page shows."""
 _REWARD_SPREAD = (
     "AVG(reward) AS reward_mean, MIN(reward) AS reward_min, MAX(reward) AS reward_max"
 )
@@ -112,6 +91,16 @@ class Selection:
         self.conditions.append(condition)
         self.values += values
 
+    def require_any(
+        self, condition: str, parameters: Parameters, name: str, repeats: int = 1
+    ) -> None:
+        """Require one of the values of this name, if it has any. `condition` has `{}`
+        in place of the list of values, `repeats` times."""
+        chosen = [value for value in parameters.get(name, ()) if value]
+        if chosen:
+            marks = ",".join("?" * len(chosen))
+            self.require(condition.replace("{}", f"({marks})"), *chosen * repeats)
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -131,31 +120,19 @@ def read_selection(parameters: Parameters) -> Selection:
     names are ignored."""
     selection = Selection()
     for name, column in _TEXT_FILTERS.items():
-        chosen = [value for value in parameters.get(name, ()) if value]
-        if chosen:
-            marks = ",".join("?" * len(chosen))
-            selection.require(f"{column} IN ({marks})", *chosen)
-    tasks = [value for value in parameters.get("task", ()) if value]
-    if tasks:
-        marks = ",".join("?" * len(tasks))
-        selection.require(
-            f"(task IN ({marks}) OR task_id IN ({marks}))", *tasks, *tasks
-        )
-    steps = [_whole("step", value) for value in parameters.get("step", ()) if value]
-    if steps:
-        selection.require(f"step IN ({','.join('?' * len(steps))})", *steps)
+        selection.require_any(f"{column} IN {{}}", parameters, name)
+    selection.require_any("(task IN {} OR task_id IN {})", parameters, "task", 2)
+    for value in filter(None, parameters.get("step", ())):
+        _whole("step", value)
+    selection.require_any("step IN {}", parameters, "step")
+    in_forks = "id IN (SELECT rollout FROM forks WHERE reason IN {})"
+    selection.require_any(in_forks, parameters, "fork")
     for name in _SWITCH_FILTERS:
         value = _first(parameters, name)
         if value:
             selection.require(f"{name}=?", int(_switch(name, value)))
     for name, column in _NUMBERS.items():
         _bound(selection, parameters, name, column)
-    forks = [value for value in parameters.get("fork", ()) if value]
-    if forks:
-        marks = ",".join("?" * len(forks))
-        selection.require(
-            f"id IN (SELECT rollout FROM forks WHERE reason IN ({marks}))", *forks
-        )
     _require_component(selection, parameters)
     _require_words(selection, _first(parameters, "q"))
     return selection
@@ -254,19 +231,18 @@ class RolloutQueries:
         sql = f"SELECT id FROM rollouts {selection.where}"
         self._keep_found(sql, selection)
         [total] = self._index.execute("SELECT COUNT(*) FROM found").fetchone()
-        columns = ", ".join(ROW_COLUMNS)
         page_sql = (
-            f"SELECT {columns} FROM rollouts WHERE id IN ("
+            "SELECT * FROM rollouts WHERE id IN ("
             f"SELECT id FROM rollouts WHERE id IN (SELECT id FROM found) ORDER BY {order}, id DESC "
             f"LIMIT ? OFFSET ?) ORDER BY {order}, id DESC"
         )
-        rows = self._index.execute(page_sql, (page.limit, page.offset))
+        rows = self._dicts(page_sql, (page.limit, page.offset))
         searched = None
         if selection.is_search:
             searched = {"turns_indexed": meta_number(self._index, "turn_seq")}
         return {
             "total": total,
-            "rows": [row_as_dict(row) for row in rows],
+            "rows": [_rollout_row(row) for row in rows],
             "searched": searched,
         }
 
@@ -287,36 +263,34 @@ class RolloutQueries:
         sql = f"SELECT id, {', '.join(columns)} FROM rollouts {selection.where}"
         self._keep_found(sql, selection)
         [total] = self._index.execute("SELECT COUNT(*) FROM found").fetchone()
-        answer: Row = {"total": total}
+        page: Row = {"total": total}
         combined = ", ".join(f"f{n}" for n in range(len(_FACETS)))
         counts = self._index.execute(
             f"SELECT {combined}, COUNT(*) FROM found GROUP BY {combined}"
         ).fetchall()
         for number, name in enumerate(_FACETS):
-            of_value: dict[str, int] = {}
+            of_value: Counter[str] = Counter()
             for row in counts:
-                value = row[number]
-                if value is None or value == "":
-                    continue
-                of_value[str(value)] = of_value.get(str(value), 0) + row[-1]
-            answer[name] = dict(sorted(of_value.items(), key=lambda item: -item[1]))
+                if row[number] not in (None, ""):
+                    of_value[str(row[number])] += row[-1]
+            page[name] = dict(of_value.most_common())
         sql = (
             "SELECT reason, COUNT(*) FROM forks WHERE rollout IN (SELECT id FROM found) "
             "GROUP BY reason ORDER BY 2 DESC"
         )
-        answer["fork"] = dict(self._index.execute(sql))
-        answer["components"] = self._component_names()
+        page["fork"] = dict(self._index.execute(sql))
+        page["components"] = self._component_names()
         bounds = ", ".join(
             f"MIN({_NUMBERS[name]}), MAX({_NUMBERS[name]})" for name in _RANGES
         )
         row = self._index.execute(
             f"SELECT {bounds} FROM rollouts WHERE id IN (SELECT id FROM found)"
         ).fetchone()
-        answer["ranges"] = {
+        page["ranges"] = {
             name: _range(row[2 * number], row[2 * number + 1])
             for number, name in enumerate(_RANGES)
         }
-        return answer
+        return page
 
     def _component_names(self) -> list[str]:
         """Return the component names, from the primary key instead of the rows."""
@@ -433,15 +407,12 @@ class RolloutQueries:
     def row(self, session_id: str) -> Row | None:
         """Return the row of the rollout that has this session, or a child session of
         this id."""
-        columns = ", ".join(ROW_COLUMNS)
         sql = (
-            f"SELECT {columns} FROM rollouts WHERE session_id=? OR "
+            "SELECT * FROM rollouts WHERE session_id=? OR "
             "id=(SELECT rollout FROM children WHERE session_id=?)"
         )
-        found = self._index.execute(sql, (session_id, session_id)).fetchone()
-        if found is None:
-            return None
-        return row_as_dict(found)
+        rows = self._dicts(sql, (session_id, session_id))
+        return _rollout_row(rows[0]) if rows else None
 
     def group_members(self, group_id: str, purpose: str) -> list[Row]:
         sql = (
@@ -461,11 +432,9 @@ class RolloutQueries:
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-def row_as_dict(values: Sequence[Any]) -> Row:
-    """`values`: of `ROW_COLUMNS`."""
-    row: Row = {
-        name.strip('"'): value for name, value in zip(ROW_COLUMNS, values, strict=True)
-    }
+def _rollout_row(columns: Row) -> Row:
+    """Return the row of a rollout as the page gets it."""
+    row = {name: columns[name] for name in columns if name not in _INTERNAL_COLUMNS}
     row["components"] = json.loads(row["components"])
     row["fork_reasons"] = json.loads(row["fork_reasons"])
     row["truncated"] = bool(row["truncated"])

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -120,14 +121,7 @@ def _incarnation_rows(
     incarnations: Iterable[Incarnation], lost: Mapping[int, int]
 ) -> list[Row]:
     return [
-        {
-            "number": incarnation.number,
-            "parent": incarnation.parent,
-            "step": incarnation.step,
-            "sequence": incarnation.sequence,
-            "started_at": incarnation.started_at,
-            "lost": lost.get(incarnation.number, 0),
-        }
+        {**asdict(incarnation), "lost": lost.get(incarnation.number, 0)}
         for incarnation in incarnations
     ]
 
@@ -148,20 +142,15 @@ def _failures(run: ViewedRun) -> list[Row]:
             outcome = outcome_from_json(body)
             if not isinstance(outcome, FailedRollout):
                 continue
+            reason = str(outcome.reason)
             line = outcome.detail.strip().rpartition("\n")[2][:300]
-            kind = kinds.setdefault(
-                (str(outcome.reason), line),
-                {
-                    "failure": str(outcome.reason),
-                    "line": line,
-                    "detail": outcome.detail,
-                    "count": 0,
-                    "session_ids": [],
-                },
-            )
+            kind = kinds.setdefault((reason, line), {"count": 0, "session_ids": []})
+            if not kind["count"]:
+                kind |= {"failure": reason, "line": line, "detail": outcome.detail}
             kind["count"] += 1
-            if len(kind["session_ids"]) < _SESSIONS_SHOWN:
-                kind["session_ids"].append(session_id)
+            kind["session_ids"].append(session_id)
+    for kind in kinds.values():
+        del kind["session_ids"][_SESSIONS_SHOWN:]
     return sorted(kinds.values(), key=lambda kind: -kind["count"])
 
 
@@ -257,7 +246,18 @@ def weights_page(run: ViewedRun) -> Row:
     ).items():
         measure = name.removeprefix("sync/")
         for step, moment, value in points:
-            update = updates.setdefault(step, _empty_update(step, moment))
+            update = updates.setdefault(
+                step,
+                {
+                    "step": step,
+                    "time": moment,
+                    "version": None,
+                    "bytes": None,
+                    "seconds": {},
+                    "canary_max_gap": None,
+                    "canary_mean_gap": None,
+                },
+            )
             if measure.endswith("_s"):
                 update["seconds"][measure.removesuffix("_s")] = value
             elif measure == "version":
@@ -283,27 +283,14 @@ def weights_page(run: ViewedRun) -> Row:
 
 
 def _lost_counts(db: Any, incarnations: Sequence[Incarnation]) -> dict[int, int]:
-    lost_from = first_lost_sequences(incarnations)
     sql = "SELECT COUNT(*) FROM ledger WHERE incarnation=? AND sequence>=?"
+    lost_from = first_lost_sequences(incarnations)
     counts: dict[int, int] = {}
     for incarnation in incarnations:
-        first_lost = lost_from.get(incarnation.number, 0)
-        [counts[incarnation.number]] = db.execute(
-            sql, (incarnation.number, first_lost)
-        ).fetchone()
+        number = incarnation.number
+        found = db.execute(sql, (number, lost_from.get(number, 0)))
+        [counts[number]] = found.fetchone()
     return counts
-
-
-def _empty_update(step: int, moment: float | None) -> Row:
-    return {
-        "step": step,
-        "time": moment,
-        "version": None,
-        "bytes": None,
-        "seconds": {},
-        "canary_max_gap": None,
-        "canary_mean_gap": None,
-    }
 
 
 def timeline_page(run: ViewedRun, after: float) -> Row:
@@ -312,11 +299,7 @@ def timeline_page(run: ViewedRun, after: float) -> Row:
     phase = run.phase()
     now = None
     if run.folder.is_worked_in() and phase:
-        now = {
-            "phase": phase.name,
-            "step": phase.step,
-            "since": phase.since,
-        }
+        now = {"phase": phase.name, "step": phase.step, "since": phase.since}
     return {
         "starts": timeline.starts,
         "spans": [span for span in timeline.spans if span.end >= after],
@@ -344,18 +327,18 @@ def _after(parameters: Parameters) -> float:
 
 def _rollouts(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
     with run.queries() as queries:
-        answer = queries.rollouts(parameters, page)
-    if answer["searched"] is not None:
-        answer["searched"]["turns"] = run.index_state.turns
-    return answer
+        found = queries.rollouts(parameters, page)
+    if found["searched"] is not None:
+        found["searched"]["turns"] = run.index_state.turns
+    return found
 
 
-def _indexed(answer: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPage:
+def _indexed(query: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPage:
     """Return the page of a response from the index."""
 
     def build_page(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
         with run.queries() as queries:
-            return answer(queries, parameters, page)
+            return query(queries, parameters, page)
 
     return build_page
 
@@ -383,21 +366,17 @@ def configurations_page(runs: Sequence[ViewedRun]) -> Row:
     """Return the settings of each run, those that differ from their defaults, and those
     that differ between runs."""
     by_run = {run.id: run.settings() for run in runs}
-    keys = sorted(
-        {
-            f"{section}.{key}"
-            for tables in by_run.values()
+    flat = {
+        run_id: {
+            f"{section}.{key}": value
             for section, table in tables.items()
-            for key in table
+            for key, value in table.items()
         }
-    )
+        for run_id, tables in by_run.items()
+    }
     differences: list[Row] = []
-    for key in keys:
-        section, _, name = key.partition(".")
-        values = {
-            run_id: tables.get(section, {}).get(name)
-            for run_id, tables in by_run.items()
-        }
+    for key in sorted(set[str]().union(*flat.values())):
+        values = {run_id: settings.get(key) for run_id, settings in flat.items()}
         texts = {
             json.dumps(value, default=str, sort_keys=True) for value in values.values()
         }

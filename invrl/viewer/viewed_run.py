@@ -13,7 +13,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,10 +21,10 @@ from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.files.cache_folder import run_cache_folder
 from invrl.host.files.private_file import open_private
 from invrl.observe.status.run_files import RunFiles, Settings
-from invrl.store.read_only_store import ReadOnlyStore
+from invrl.store.read_only_store import ReadOnlyStore, file_state
 from invrl.store.run_folder import RunFolder
 from invrl.user_code.near_path import path_fix
-from invrl.viewer.index_file import INDEX_VERSION, IndexFile
+from invrl.viewer.index_file import INDEX_VERSION, IndexFile, IndexState
 from invrl.viewer.rollout_queries import RolloutQueries
 
 if TYPE_CHECKING:
@@ -32,21 +32,8 @@ if TYPE_CHECKING:
     from invrl.gateway.types import MatchLevel
     from invrl.store.tokenizer_folder import TokenReader
     from invrl.types.reasons import FailureReason
-    from invrl.viewer.index_filler import Progress
 
 _LOG_LINES = 25
-
-
-@dataclass(frozen=True, slots=True)
-class IndexState:
-    """Progress of the index, for the page."""
-
-    rollouts_indexed: int = 0
-    rollouts: int = 0
-    turns_indexed: int = 0
-    turns: int = 0
-    ready: bool = False
-    error: str = ""
 
 
 class ViewedRun(RunFiles):
@@ -74,8 +61,6 @@ class ViewedRun(RunFiles):
         self._index_lock: BinaryIO | None = None
         self._store_state: tuple[int, ...] = ()
         self._file_states: dict[str, tuple[int, ...]] = {}
-        self._was_live: bool | None = None
-        self._store_error = ""
         self._rules: Mapping[FailureReason, FailureRule] | None = None
         self._rules_error = ""
         self._tokens: TokenReader | None = None
@@ -90,45 +75,40 @@ class ViewedRun(RunFiles):
         kinds: set[str] = set()
         if self.metrics.refresh():
             kinds.add("metrics")
-        paths = {
-            "state": (self.folder.phase_path, self.folder.finished_path),
-            "timeline": (self.folder.timeline_path,),
+        live = self.folder.is_worked_in()
+        states = {
+            "state": (
+                *file_state(self.folder.phase_path, self.folder.finished_path),
+                live,
+            ),
+            "timeline": file_state(self.folder.timeline_path),
         }
-        for kind, files in paths.items():
-            state = _file_state(files)
+        for kind, state in states.items():
             if self._file_states.get(kind, state) != state:
                 kinds.add(kind)
             self._file_states[kind] = state
-        live = self.folder.is_worked_in()
-        if live != self._was_live:
-            if self._was_live is not None:
-                kinds.add("state")
-            self._was_live = live
-            self._store_state = ()
         kinds |= self._refresh_index(live)
         return kinds - {"index"} if stop.is_set() else kinds
 
     def _refresh_index(self, live: bool) -> set[str]:
         """Add one batch. `index` among the kinds: there is more to do."""
-        state = (*self.store.state(), *_file_state((self.folder.trained_tokens_path,)))
+        trained_tokens = file_state(self.folder.trained_tokens_path)
+        state = (*self.store.state(), *trained_tokens, live)
         if state == self._store_state and self._index is not None:
             return set()
         before = self.index_state
         try:
             has_more = self._fill_batch(live)
         except (DamagedFileError, RunStoreError) as error:
-            changed = self._store_error != str(error)
-            self._store_error = str(error)
             self.index_state = IndexState(ready=True, error=str(error))
             self._store_state = state
-            return {"rollouts"} if changed else set()
+            return {"rollouts"} if self.index_state != before else set()
         except (sqlite3.Error, OSError) as error:
             self._close_index()
             self.index_state = IndexState(
                 ready=True, error=f"the index {self._index_file.path}: {error}"
             )
             return set()
-        self._store_error = ""
         if has_more is None:  # another viewer fills it
             return {"rollouts"} if self.index_state != before else set()
         if has_more:
@@ -139,7 +119,7 @@ class ViewedRun(RunFiles):
     def _fill_batch(self, live: bool) -> bool | None:
         """Add a batch. Returns whether there is more; None if another process fills the
         index."""
-        from invrl.viewer.index_filler import IndexFiller, read_identity
+        from invrl.viewer.index_filler import IndexFiller, read_identity, read_state
 
         with self.store.reading() as store:
             if not self._holds_index():
@@ -161,27 +141,18 @@ class ViewedRun(RunFiles):
                 self._index = self._index_file.recreate(identity)
                 return True
             has_more = filler.fill()
-            self._note_progress(filler.progress(), has_more)
+            state = read_state(store, self._index)
+            self.index_state = replace(state, ready=not has_more)
             return has_more
 
     def _look_at_index(self, store: sqlite3.Connection) -> None:
-        from invrl.viewer.index_filler import read_progress
+        from invrl.viewer.index_filler import read_state
 
         index = self._index_file.reading()
         if index is None:
             return
         with contextlib.closing(index):
-            progress = read_progress(store, index)
-        self._note_progress(progress, not progress.complete)
-
-    def _note_progress(self, progress: Progress, has_more: bool) -> None:
-        self.index_state = IndexState(
-            rollouts_indexed=progress.rollouts_indexed,
-            rollouts=progress.rollouts,
-            turns_indexed=progress.turns_indexed,
-            turns=progress.turns,
-            ready=not has_more,
-        )
+            self.index_state = read_state(store, index)
 
     def _holds_index(self) -> bool:
         """Whether this process may fill the index. The kernel releases the lock when it
@@ -345,23 +316,8 @@ class ViewedRun(RunFiles):
 
     def notes(self) -> list[str]:
         """Return notes about unreadable parts, including the store and the index."""
-        notes = [self._store_error, self._rules_error, self.failure]
-        if self.index_state.error != self._store_error:
-            notes.append(self.index_state.error)
+        notes = [self.index_state.error, self._rules_error, self.failure]
         return [note for note in notes if note] + super().notes()
-
-
-def _file_state(paths: tuple[Path, ...]) -> tuple[int, ...]:
-    """Return numbers that change with the files."""
-    numbers: list[int] = []
-    for path in paths:
-        try:
-            facts = path.stat()
-        except OSError:
-            numbers += [0, 0]
-            continue
-        numbers += [facts.st_size, facts.st_mtime_ns]
-    return tuple(numbers)
 
 
 def open_runs(

@@ -26,6 +26,7 @@ from metric_queries import (
     queries,
     reference_table,
     rules,
+    sample_name,
     shown_labels,
 )
 
@@ -51,7 +52,7 @@ def names_that_exist() -> dict[str, set[str]]:
             existing[f"{family.name}_bucket"] = labels | {"le"}
             existing[f"{family.name}_sum"] = existing[f"{family.name}_count"] = labels
         else:
-            existing[family.sample_name] = labels
+            existing[sample_name(family)] = labels
     for server in SCRAPED["servers"].values():
         for name, labels in server["labels"].items():
             existing[name] = set(labels)

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from invrl.errors import ConfigError
 from invrl.observe.samples.console_samples import sample_rollouts
-from invrl.observe.samples.sampled_rollout import ROLLOUT_COLUMNS
+from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.observe.screen.live_progress import LiveProgress
 from invrl.observe.screen.progress import PlainProgress, open_progress
 from invrl.observe.sinks.sinks import (
@@ -307,7 +307,7 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
         assert time.monotonic() < deadline, "no table was written"
         time.sleep(0.05)
     table = json.loads(tables[0].read_text())
-    assert table["columns"] == list(ROLLOUT_COLUMNS)
+    assert table["columns"] == list(SampledRollout._fields)
     [cells] = table["data"]
     row = dict(zip(table["columns"], cells, strict=True))
     assert row["step"] == 4

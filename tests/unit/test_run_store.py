@@ -93,7 +93,7 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     assert paths == [["1", "2"], ["1", "3"]]
     assert same(rollout.trajectories[0].turns[1], turn("2", parent="1"))
     assert rollout.trajectories[0].turns[0].delivered
-    assert [stored.summary.session_id for stored in reader.rollouts(["a"])] == ["a"]
+    assert [stored.summary.session_id for stored in [reader.rollout("a")]] == ["a"]
     writer.close()
 
 

@@ -8,7 +8,7 @@ precondition and does not repeat it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from invrl.cli.checks import (
     code_checks,
@@ -20,6 +20,8 @@ from invrl.cli.checks import (
 )
 from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.machine import Machine
+from invrl.observe.sinks.trace_checks import check_traces
+from invrl.observe.sinks.tracker_checks import check_trackers
 from invrl.run.settings.config import Config
 from invrl.run.settings.folder import check_run_folder
 
@@ -35,14 +37,17 @@ WITH_METRICS = TRAIN | {"serve"}
 ENGINES = EVERY | {"engine"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """A check raises ConfigError for what would stop a run and `CheckWarning` for what
     may; it returns what it found."""
 
     name: str
-    look: Callable[[Config, Machine], object]
+    examine: Callable[..., object]
+    """Takes the configuration; and the machine, if the check is `of_machine`."""
     commands: frozenset[str]
+    _: KW_ONLY
+    of_machine: bool = False
     trainer_alone: bool = False
     """Whether a run of only the trainer needs it, without engines, gateway and
     rollouts."""
@@ -51,30 +56,31 @@ class Check:
     needs: str = ""
     """Earlier check that must have passed. Empty: none."""
 
+    def look(self, config: Config, machine: Machine) -> object:
+        """Return what the check found. Raises ConfigError, also for a package that the
+        check could not import."""
+        try:
+            if self.of_machine:
+                return self.examine(config, machine)
+            return self.examine(config)
+        except ImportError as error:
+            raise machine_checks.packages_missing(error) from error
+
 
 def _of_machine(
     name: str,
-    look: Callable[[Config, Machine], object],
+    examine: Callable[[Config, Machine], object],
     commands: frozenset[str] = DOCTOR,
-) -> Check:
-    return Check(name=name, look=look, commands=commands, trainer_alone=True)
-
-
-def _of_settings(
-    name: str,
-    look: Callable[[Config], object],
-    commands: frozenset[str],
     *,
-    trainer_alone: bool = False,
-    on_data: bool = False,
+    trainer_alone: bool = True,
     needs: str = "",
 ) -> Check:
     return Check(
-        name=name,
-        look=lambda config, machine: look(config),
-        commands=commands,
+        name,
+        examine,
+        commands,
+        of_machine=True,
         trainer_alone=trainer_alone,
-        on_data=on_data,
         needs=needs,
     )
 
@@ -90,139 +96,139 @@ _REWARD_FUNCTION = "reward function"
 CHECKS = (
     _of_machine("python", machine_checks.check_python),
     _of_machine("packages", machine_checks.check_packages, ENGINES),
-    _of_settings(_MODEL_FOLDER, model_checks.check_model, ENGINES, trainer_alone=True),
-    _of_settings(
+    Check(_MODEL_FOLDER, model_checks.check_model, ENGINES, trainer_alone=True),
+    Check(
         "chat template",
         model_checks.check_template,
         EVERY,
         on_data=True,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings(
+    Check(
         _TRAINABLE_MODEL,
         model_checks.check_trainable,
         TRAIN,
         trainer_alone=True,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings(
+    Check(
         "reference model",
         model_checks.check_reference,
         TRAIN,
         trainer_alone=True,
         needs=_TRAINABLE_MODEL,
     ),
-    _of_settings(
+    Check(
         "teacher",
         model_checks.check_teacher,
         TRAIN,
         trainer_alone=True,
         needs=_TRAINABLE_MODEL,
     ),
-    _of_settings(
+    Check(
         "critic",
         model_checks.check_critic,
         TRAIN,
         trainer_alone=True,
         needs=_TRAINABLE_MODEL,
     ),
-    _of_settings(
-        "servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL
-    ),
-    Check(
-        name="engine for the model",
-        look=model_checks.check_engine_here,
-        commands=ENGINES,
+    Check("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
+    _of_machine(
+        "engine for the model",
+        model_checks.check_engine_here,
+        ENGINES,
+        trainer_alone=False,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings(_ROLLOUT_FUNCTION, settings_checks.check_rollout_function, ROLLOUTS),
-    _of_settings(
+    Check(_ROLLOUT_FUNCTION, settings_checks.check_rollout_function, ROLLOUTS),
+    Check(
         "rollout code",
         code_checks.check_rollout_code,
         ROLLOUTS,
         needs=_ROLLOUT_FUNCTION,
     ),
-    _of_settings(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
-    _of_settings(
+    Check(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
+    Check(
         "reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION
     ),
-    _of_settings(
-        "row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER
-    ),
-    _of_settings("held-out sets", task_checks.check_eval_sets, TRAIN),
-    _of_settings("held-out tasks", task_checks.check_held_out_tasks, EVAL),
-    _of_settings(_TASKS, task_checks.check_tasks, TRAIN),
-    _of_settings(
+    Check("row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER),
+    Check("held-out sets", task_checks.check_eval_sets, TRAIN),
+    Check("held-out tasks", task_checks.check_held_out_tasks, EVAL),
+    Check(_TASKS, task_checks.check_tasks, TRAIN),
+    Check(
         "held-out tasks apart", task_checks.check_held_out_apart, TRAIN, needs=_TASKS
     ),
-    _of_settings("labels", task_checks.check_labels, TRAIN, needs=_TASKS),
-    _of_settings("labels", task_checks.check_held_out_labels, EVAL),
-    _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
-    _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
-    _of_settings("lost rollouts", settings_checks.check_lost_rollouts, TRAIN),
-    _of_settings(
-        "magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True
+    Check("labels", task_checks.check_labels, TRAIN, needs=_TASKS),
+    Check("labels", task_checks.check_held_out_labels, EVAL),
+    Check("algorithm functions", settings_checks.check_algorithm, TRAIN),
+    Check("off-policy correction", settings_checks.check_off_policy, TRAIN),
+    Check("lost rollouts", settings_checks.check_lost_rollouts, TRAIN),
+    Check("magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True),
+    Check(
+        "trackers",
+        lambda config: check_trackers(config.run),
+        TRAIN,
+        trainer_alone=True,
     ),
-    _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
-    _of_settings("traces", settings_checks.check_traces, EVERY),
-    _of_settings(
+    Check("traces", check_traces, EVERY),
+    Check(
         "training data",
         data_checks.check_data,
         TRAIN,
         trainer_alone=True,
         needs=_TRAINABLE_MODEL,
     ),
-    _of_settings(
+    Check(
         "saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True
     ),
-    _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
-    _of_settings(_ROUTER, settings_checks.check_router, EVERY),
-    _of_settings(
-        "router options", settings_checks.check_router_options, EVERY, needs=_ROUTER
-    ),
-    _of_settings(
+    Check("sglang options", settings_checks.check_sglang_options, ENGINES),
+    Check(_ROUTER, settings_checks.check_router, EVERY),
+    Check("router options", settings_checks.check_router_options, EVERY, needs=_ROUTER),
+    Check(
         "megatron options",
         settings_checks.check_megatron_options,
         EVERY,
         trainer_alone=True,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
-    _of_settings("weight server", settings_checks.check_weight_host, TRAIN),
-    _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
-    _of_settings(
+    Check("weight folder", settings_checks.check_weight_folder, TRAIN),
+    Check("weight server", settings_checks.check_weight_host, TRAIN),
+    Check("gateway port", settings_checks.check_gateway_port, EVERY),
+    Check(
         "metrics port",
         settings_checks.check_metrics_port,
         WITH_METRICS,
         trainer_alone=True,
     ),
-    _of_settings("environment key", settings_checks.check_environment_key, EVERY),
-    _of_settings("external engines", settings_checks.check_engine_key, EVERY),
-    _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
+    Check("environment key", settings_checks.check_environment_key, EVERY),
+    Check("external engines", settings_checks.check_engine_key, EVERY),
+    Check("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", machine_checks.check_gpu),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),
     _of_machine("precision", machine_checks.check_precision),
-    Check(
-        name="trainer kernels",
-        look=machine_checks.check_trainer_kernels,
-        commands=DOCTOR,
+    _of_machine(
+        "trainer kernels",
+        machine_checks.check_trainer_kernels,
+        trainer_alone=False,
         needs=_TRAINABLE_MODEL,
     ),
     _of_machine("trainer memory", machine_checks.check_trainer_memory, TRAIN),
-    Check(
-        name="longest conversation",
-        look=machine_checks.check_longest_row,
-        commands=TRAIN,
+    _of_machine(
+        "longest conversation",
+        machine_checks.check_longest_row,
+        TRAIN,
+        trainer_alone=False,
         needs=_MODEL_FOLDER,
     ),
     _of_machine("memory", machine_checks.check_memory, TRAIN),
     _of_machine("disk", machine_checks.check_disk, TRAIN),
     _of_machine("disk", machine_checks.check_store_disk, STORING),
     _of_machine("temporary files", machine_checks.check_temporary_files, ENGINES),
-    Check(
-        name="weight folder's disk",
-        look=machine_checks.check_weight_disk,
-        commands=TRAIN,
+    _of_machine(
+        "weight folder's disk",
+        machine_checks.check_weight_disk,
+        TRAIN,
+        trainer_alone=False,
     ),
     _of_machine("shared memory", machine_checks.check_shared_memory),
     _of_machine("ray", machine_checks.check_ray),

@@ -2,26 +2,19 @@
 with the model's own template. Raises ConfigError that names the file and the row."""
 
 from invrl.cli.checks.check_warnings import CheckWarning
-from invrl.errors import ConfigError
 from invrl.run.settings.config import Config
 
 
 def check_data(config: Config) -> str:
     """Check the data. Returns the number of rows by kind, and their lengths."""
+    from invrl.algorithms.objectives.objectives import load_objective
     from invrl.run.incarnations.data import load_run_data
 
     if not config.trains_on_data:
         return "none: the run trains on rollouts"
-    _check_objective(config)
-    try:
-        data = load_run_data(config)
-        text = data.check_tokens()
-    except ConfigError:
-        raise
-    except ImportError as error:  # transformers looks for jinja2 when it renders
-        from invrl.cli.checks.machine_checks import packages_missing
-
-        raise packages_missing(error) from error
+    load_objective(config.algorithm)  # raises PluginError
+    data = load_run_data(config)
+    text = data.check_tokens()
     shared = data.shared_rows()
     if shared:
         reason = f"{shared:,} of {len(data.held_out):,} held-out rows are trained on too, so their loss says "
@@ -30,11 +23,3 @@ def check_data(config: Config) -> str:
         fix = "hold out other rows, or remove the copies from the file"
         raise CheckWarning(f"data.{field}", getattr(config.data, field), reason, fix)
     return text
-
-
-def _check_objective(config: Config) -> None:
-    """Check that it is built in, or a function that can be called as an objective.
-    Raises PluginError."""
-    from invrl.algorithms.objectives.objectives import load_objective
-
-    load_objective(config.algorithm)

@@ -212,12 +212,8 @@ def check_template(config: Config) -> None:
     try:
         renders = _renders(folder, config.gateway)
         _load_parsers(config.gateway)
-    except ConfigError:
+    except (ConfigError, ImportError):  # transformers imports jinja2 when it renders
         raise
-    except ImportError as error:  # transformers looks for jinja2 when it renders
-        from invrl.cli.checks.machine_checks import packages_missing
-
-        raise packages_missing(error) from error
     except Exception as error:
         # templates raise what they like, the tokenizer bare Exceptions
         raise _template_error(folder, config.gateway, error) from error
@@ -247,13 +243,11 @@ def _load_parsers(gateway: GatewayConfig) -> None:
     from invrl.gateway.rendering.replies.parsers import named_parsers
 
     # SGLang's import is slow, so it is imported only for a parser that is named.
-    tool_calls = gateway.tool_call_parser
-    reasoning = gateway.reasoning_parser
-    if tool_calls == "auto":
-        tool_calls = "none"
-    if reasoning == "auto":
-        reasoning = "none"
-    named_parsers(tool_calls, reasoning).preload()
+    named = [
+        "none" if name == "auto" else name
+        for name in (gateway.tool_call_parser, gateway.reasoning_parser)
+    ]
+    named_parsers(*named).preload()
 
 
 def _template_error(

@@ -58,14 +58,14 @@ def check_row_length(config: Config) -> str:
     """Check that a prompt and the longest reply fit a conversation. Reports how long
     that may be, and how the trainer handles a long one."""
     longest = longest_conversation(config)
-    answer = config.rollout.max_new_tokens
-    if answer >= longest:
+    longest_reply = config.rollout.max_new_tokens
+    if longest_reply >= longest:
         reason = f"a conversation holds {longest} tokens, prompt and answer together"
         fix = "lower --max-new-tokens"
         if longest == config.train.max_sample_tokens:
             fix += ", or raise --max-sample-tokens"
-        raise ConfigError("rollout.max_new_tokens", answer, reason, fix)
-    text = f"conversations of up to {longest} tokens, answers of up to {answer}"
+        raise ConfigError("rollout.max_new_tokens", longest_reply, reason, fix)
+    text = f"conversations of up to {longest} tokens, answers of up to {longest_reply}"
     budget = config.train.micro_batch_tokens
     if longest > budget:
         text += f"; one of more than {budget} is a micro-batch alone"
@@ -186,18 +186,6 @@ def check_magnitudes(config: Config) -> None:
     for name, value in unusual.items():
         reason = f"far from what language models are trained with, and rarely learns: {'; '.join(texts)}"
         raise CheckWarning(name, value, reason, "check the exponent")
-
-
-def check_trackers(config: Config) -> object:
-    from invrl.observe.sinks import tracker_checks
-
-    return tracker_checks.check_trackers(config.run)
-
-
-def check_traces(config: Config) -> object:
-    from invrl.observe.sinks import trace_checks
-
-    return trace_checks.check_traces(config)
 
 
 def check_saved_batches(config: Config) -> None:

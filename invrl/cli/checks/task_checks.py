@@ -12,8 +12,8 @@ from typing import Any
 
 from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.errors import ConfigError, PluginError
+from invrl.rollout.config import RolloutConfig
 from invrl.run.settings.config import Config
-from invrl.types.tasks import Task
 
 
 def check_eval_sets(config: Config) -> None:
@@ -91,51 +91,44 @@ def check_held_out_apart(config: Config) -> str:
 def check_labels(config: Config) -> str:
     """Check that training and held-out tasks have labels, if the user's code reads
     them."""
-    from invrl.rollout.tasks.source_check import has_feedback
-    from invrl.rollout.tasks.tasks import load_tasks
-
-    fault = ""
-    if config.rollout.task_source_path:
-        tasks = load_tasks(config.rollout, "train", config.run.seed)
-        if not has_feedback(tasks):
-            fault = _source_fault(config, tasks)
-    return _labels(config, fault)
+    return _labels(config, "train")
 
 
 def check_held_out_labels(config: Config) -> str:
     """Check that the tasks of `invrl eval` have labels, if the user's code reads
     them."""
-    from invrl.rollout.tasks.tasks import load_tasks
-
-    fault = ""
-    if config.rollout.task_source_path and not config.rollout.eval.sets:
-        fault = _source_fault(
-            config, load_tasks(config.rollout, "eval", config.run.seed)
-        )
-    return _labels(config, fault)
+    return _labels(config, "eval")
 
 
 _SEEN_TASKS = 8
 """Tasks of a source that are examined: it may be endless."""
 
 
-def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
+def _source_fault(rollout: RolloutConfig, split: str, seed: int) -> str:
     """Return what is wrong with the labels of a task source's first tasks; "" if
-    nothing is."""
+    nothing is, or if they depend on outcomes."""
+    from invrl.rollout.tasks.source_check import has_feedback
+    from invrl.rollout.tasks.tasks import load_tasks
+
+    if not rollout.task_source_path or (split == "eval" and rollout.eval.sets):
+        return ""
+    tasks = load_tasks(rollout, split, seed)
+    if split == "train" and has_feedback(tasks):
+        return ""
     first_tasks = list(islice(tasks, _SEEN_TASKS))
     if any(task.label is not None for task in first_tasks):
         return ""
-    source = config.rollout.task_source_path
-    return f"the first {len(first_tasks)} tasks of {source} have the label None"
+    return f"the first {len(first_tasks)} tasks of {rollout.task_source_path} have the label None"
 
 
-def _labels(config: Config, source_fault: str) -> str:
+def _labels(config: Config, split: str) -> str:
     """Return the fields of the labels, if they were guessed. Raises `CheckWarning` if
     tasks have no label and user code reads one."""
     from invrl.rollout.tasks.task_labels import guess_notes, missing_labels
     from invrl.user_code.source import reads_attribute
 
     rollout = config.rollout
+    source_fault = _source_fault(rollout, split, config.run.seed)
     fault = source_fault or missing_labels(rollout)
     if not fault:
         return "; ".join(guess_notes(rollout)) or "in order"

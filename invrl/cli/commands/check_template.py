@@ -29,15 +29,16 @@ def check_template(arguments: Sequence[str]) -> None:
     rendering. A conversation is right if it is exact, or a fork with a reason; exit
     code 1 if one is wrong. Names the parsers that `auto` chooses, and plays calls as
     they read them, whole and streamed. The folder needs a tokenizer and no weights."""
-    options, rest = split_options(arguments, ["--chat-template-path"])
-    models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
+    options, models = split_options(
+        arguments, ["--chat-template-path"], [_NO_KEEP_THINKING]
+    )
     if len(models) != 1:
         fix = "invrl check-template MODEL"
         raise ConfigError("check-template", models, "it takes one model folder", fix)
     folder = ModelConfig(model_path=models[0]).folder
     check_is_folder("check-template", models[0], folder)
     template = options.get("--chat-template-path", "")
-    keep_thinking = _NO_KEEP_THINKING not in rest
+    keep_thinking = _NO_KEEP_THINKING not in options
     renderer = load_renderer(
         str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking
     )

@@ -16,7 +16,6 @@ from invrl.cli.checks import machine
 from invrl.cli.checks.check_warnings import CheckWarning, LikelyFailure
 from invrl.cli.checks.checklist import Check, select_checks
 from invrl.cli.checks.machine import Machine
-from invrl.cli.checks.machine_checks import packages_missing
 from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
@@ -102,8 +101,6 @@ def _examine(check: Check, config: Config, machine: Machine) -> Finding:
         value = check.look(config, machine)
     except ConfigError as error:
         return _from_error(check.name, error)
-    except ImportError as error:
-        return _from_error(check.name, packages_missing(error))
     except Exception as error:  # a check that breaks must not hide the others
         reason = f"the check itself raised {type(error).__name__}: {error}"
         fix = "report this line"
@@ -146,28 +143,20 @@ def _without_field(sources: tuple[Source, ...], field: str) -> tuple[Source, ...
     table is left out. If no source has the table either, all sources are left out.
     """
     table, _, key = field.partition(".")
-    without_key = tuple(_without_key(source, table, key) for source in sources)
-    if without_key != sources:
-        return without_key
-    without_table = tuple(_without_table(source, table) for source in sources)
-    if without_table != sources:
-        return without_table
+    for without in (
+        tuple(_without(source, table, key) for source in sources),
+        tuple(_without(source, table) for source in sources),
+    ):
+        if without != sources:
+            return without
     return ()
 
 
-def _without_table(source: Source, table: str) -> Source:
-    tables = {name: entries for name, entries in source.tables.items() if name != table}
-    return replace(source, tables=tables)
-
-
-def _without_key(source: Source, table: str, key: str) -> Source:
+def _without(source: Source, table: str, key: str = "") -> Source:
     """Return the source without one key of a table. An empty key stands for the whole
     table."""
-    if not key:
-        return _without_table(source, table)
-    if table not in source.tables:
-        return source
-    entries = {
-        name: value for name, value in source.tables[table].items() if name != key
-    }
-    return replace(source, tables={**source.tables, table: entries})
+    tables = {name: entries for name, entries in source.tables.items() if name != table}
+    if key and table in source.tables:
+        entries = source.tables[table].items()
+        tables[table] = {name: value for name, value in entries if name != key}
+    return replace(source, tables=tables)

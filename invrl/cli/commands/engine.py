@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.cli.arguments import split_options
+from invrl.cli.arguments import read_whole, split_options
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import checked_configuration
 from invrl.engines.fleet.engine_health import Clock, until_ended
@@ -57,7 +57,13 @@ def engine(arguments: Sequence[str]) -> None:
     options, settings = split_options(arguments, _OWN_FLAGS)
     place = EnginePlace(
         host=_read_host(options.get("--host", "127.0.0.1")),
-        port=_read_port(options.get("--port", "30000")),
+        port=read_whole(
+            "--port",
+            options.get("--port", "30000"),
+            reason="not a port",
+            fix=f"give a number from 0 to {_HIGHEST_PORT}",
+            most=_HIGHEST_PORT,
+        ),
         key=check_key(key),
     )
     config = checked_configuration(settings, command="engine")
@@ -128,24 +134,13 @@ def check_key(key: str) -> str:
 
 
 def _read_host(text: str) -> str:
+    reason = "not an IPv4 address"
     try:
         address = ipaddress.ip_address(text)
-    except ValueError as error:
+    except ValueError:
+        address = None
+        reason = "not an IP address"
+    if address is None or address.version != 4:
         fix = "give an IPv4 address of this machine"
-        raise ConfigError("--host", text, "not an IP address", fix) from error
-    if address.version != 4:
-        raise ConfigError(
-            "--host",
-            text,
-            "not an IPv4 address",
-            "give an IPv4 address of this machine",
-        )
+        raise ConfigError("--host", text, reason, fix)
     return text
-
-
-def _read_port(text: str) -> int:
-    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
-        raise ConfigError(
-            "--port", text, "not a port", f"give a number from 0 to {_HIGHEST_PORT}"
-        )
-    return int(text)

@@ -140,25 +140,25 @@ def score_note(score: EvalScore) -> str:
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
     """Return the content of `report/eval.json`: the measures with their 95 % intervals,
     the rewards of each task, and model, settings and versions."""
-    rows: list[dict[str, object]] = []
-    for score in scores:
-        row: dict[str, object] = {
+    rows = [
+        {
             "set": score.set_name,
             "mode": score.mode,
             "tasks": len(score.task_ids),
             "samples": score.samples,
+            **score.measures,
+            "failures": score.failures,
+            "rewards": dict(zip(score.task_ids, score.rewards, strict=True)),
         }
-        row.update(score.measures)
-        row["failures"] = score.failures
-        row["rewards"] = dict(zip(score.task_ids, score.rewards, strict=True))
-        rows.append(row)
+        for score in scores
+    ]
     versions = {"invrl": __version__}
-    for package in ("sglang", "transformers", "torch", "ray"):
-        versions[package] = version(package)
+    packages = ["sglang", "transformers", "torch", "ray"]
     if config.engine.router == "smg":
         versions["smg"] = smg.VERSION
     else:
-        versions["sglang-router"] = version("sglang-router")
+        packages.append("sglang-router")
+    versions |= {package: version(package) for package in packages}
     content = {
         "model": str(config.model.folder),
         "scores": rows,

@@ -10,7 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from invrl.cli.arguments import read_options, read_run_folder
+from invrl.cli.arguments import (
+    read_number,
+    read_options,
+    read_run_folder,
+    read_whole,
+)
 from invrl.errors import ConfigError, DamagedFileError
 from invrl.host.files.disk import flush, flush_tree
 from invrl.run.checkpoints.checkpoints import Checkpoints
@@ -31,32 +36,20 @@ def export(arguments: Sequence[str]) -> None:
     options = read_options(arguments[1:], ("--step", "--out", "--max-shard-gb"))
     step = None
     if "--step" in options:
-        step = _read_step(options["--step"])
-    shard_gb = load_resolved(folder.config_path).train.max_shard_gb
-    if "--max-shard-gb" in options:
-        shard_gb = _read_shard_size(options["--max-shard-gb"])
+        text = options["--step"]
+        step = read_whole("--step", text, reason="not a step", fix="give a number")
+    shard_gb = read_number(
+        "--max-shard-gb",
+        options.get("--max-shard-gb")
+        or str(load_resolved(folder.config_path).train.max_shard_gb),
+        reason="not a size",
+        fix="give a number of GB above 0",
+        least=1e-9,
+    )
     target = None
     if "--out" in options:
         target = Path(options["--out"])
     print(f"model: {export_model(folder, step, target, max_shard_gb=shard_gb)}")
-
-
-def _read_step(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError("--step", text, "not a step", "give a number")
-    return int(text)
-
-
-def _read_shard_size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0.0 < size < float("inf"):
-        raise ConfigError(
-            "--max-shard-gb", text, "not a size", "give a number of GB above 0"
-        )
-    return size
 
 
 def export_model(

@@ -10,11 +10,16 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
+from invrl.cli.arguments import (
+    read_number,
+    read_options,
+    read_run_folder,
+    read_whole,
+)
 from invrl.datasets.recorded_rows import INEXACT
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
@@ -26,6 +31,7 @@ from invrl.observe.samples.best_samples import (
     candidates_for_rows,
 )
 from invrl.observe.samples.samples import read_samples
+from invrl.observe.samples.samples_text import count_text
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.exports.exported_rows import ExportedRows, ExportOptions, ExportReport
 from invrl.run.settings.config import Config, ModelConfig
@@ -71,56 +77,44 @@ def export_rollouts(arguments: Sequence[str]) -> None:
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
     """Return the flags after RUN_FOLDER as options. Raises ConfigError for a flag that
     is unknown, missing or wrong."""
-    values, switches = split_options(arguments, _VALUES)
-    for argument in switches:
-        if argument not in _SWITCHES:
-            raise unknown_flag(argument, [*_VALUES, *_SWITCHES])
+    values = read_options(arguments, _VALUES, _SWITCHES)
     if "--out" not in values:
         raise ConfigError(
             "--out", "", "it is missing", "say which file to write: --out FILE.jsonl"
         )
-    min_reward = None
-    if "--min-reward" in values:
-        min_reward = _read_reward("--min-reward", values["--min-reward"])
-    label_from = None
-    best = "1"
-    if "--labels" in values:
-        label_from = _read_reward("--labels", values["--labels"])
-        best = "0"
-        if "--pairs" in switches:
-            reason = "a row is a pair or a conversation with a label"
-            raise ConfigError(
-                "--labels", values["--labels"], reason, "leave out --labels or --pairs"
-            )
+    label_from = _read_reward(values, "--labels")
+    best = "1" if label_from is None else "0"
+    if label_from is not None and "--pairs" in values:
+        reason = "a row is a pair or a conversation with a label"
+        raise ConfigError(
+            "--labels", values["--labels"], reason, "leave out --labels or --pairs"
+        )
     steps = None
     if "--steps" in values:
         steps = _read_steps(values["--steps"])
     return ExportOptions(
         out=Path(values["--out"]).expanduser().absolute(),
-        pairs="--pairs" in switches,
+        pairs="--pairs" in values,
         label_from=label_from,
-        best=_read_best(values.get("--best", best)),
-        wanted=Wanted(min_reward=min_reward, steps=steps),
-        inexact="--inexact" in switches,
-        overwrite="--overwrite" in switches,
+        best=read_whole(
+            "--best",
+            values.get("--best", best),
+            reason="not a number",
+            fix="give --best K; 0: all",
+        ),
+        wanted=Wanted(min_reward=_read_reward(values, "--min-reward"), steps=steps),
+        inexact="--inexact" in values,
+        overwrite="--overwrite" in values,
         model_path=values.get("--model-path", ""),
     )
 
 
-def _read_best(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError("--best", text, "not a number", "give --best K; 0: all")
-    return int(text)
-
-
-def _read_reward(flag: str, text: str) -> float:
-    try:
-        reward = float(text)
-    except ValueError:
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise ConfigError(flag, text, "not a reward", "give a finite number")
-    return reward
+def _read_reward(values: Mapping[str, str], flag: str) -> float | None:
+    if flag not in values:
+        return None
+    fix = "give a finite number"
+    text = values[flag]
+    return read_number(flag, text, reason="not a reward", fix=fix, least=-math.inf)
 
 
 def _read_steps(text: str) -> tuple[int, int]:
@@ -159,40 +153,40 @@ def export_data(
         raise _nothing(candidates.left_out, ExportReport())
     with contextlib.closing(RunStore(folder.store_path)) as store:
         export = ExportedRows(options, store, _load_renderer(config, options), note)
-        _write(options.out, export.rows(candidates))
         report = export.report
+        partial = options.out.with_name(f"{options.out.name}.partial")
+        _write(options.out, partial, export.rows(candidates))
     report.left_out.update(candidates.left_out)
     if not report.rows:
-        options.out.with_name(f"{options.out.name}.partial").unlink()
+        partial.unlink()
         raise _nothing(report.left_out, report)
-    os.replace(options.out.with_name(f"{options.out.name}.partial"), options.out)
+    os.replace(partial, options.out)
     return report
 
 
 def _check_target(options: ExportOptions) -> None:
     out = options.out
-    if out.suffix.lower() == ".parquet":
-        raise ConfigError(
-            "--out",
-            str(out),
+    faults = (
+        (
+            out.suffix.lower() == ".parquet",
             "JSONL is written, not Parquet",
             "let its name end in .jsonl",
-        )
-    if out.is_dir():
-        raise ConfigError(
-            "--out", str(out), "it is a folder", "give the name of a file in it"
-        )
-    if not out.parent.is_dir():
-        raise ConfigError(
-            "--out",
-            str(out),
+        ),
+        (out.is_dir(), "it is a folder", "give the name of a file in it"),
+        (
+            not out.parent.is_dir(),
             "its folder does not exist",
             "make the folder, or give another",
-        )
-    if out.exists() and not options.overwrite:
-        raise ConfigError(
-            "--out", str(out), "it exists", "give another name, or add --overwrite"
-        )
+        ),
+        (
+            out.exists() and not options.overwrite,
+            "it exists",
+            "give another name, or add --overwrite",
+        ),
+    )
+    for is_wrong, reason, fix in faults:
+        if is_wrong:
+            raise ConfigError("--out", str(out), reason, fix)
 
 
 def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
@@ -234,10 +228,8 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
     )
 
 
-def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
-    """Write into a partial file next to `out`, which is removed unless it is
-    completed."""
-    partial = out.with_name(f"{out.name}.partial")
+def _write(out: Path, partial: Path, rows: Iterator[dict[str, Json]]) -> None:
+    """Write the partial file of `out`, which is removed unless it is completed."""
     try:
         with partial.open("w", encoding="utf-8") as file:
             for row in rows:
@@ -259,8 +251,8 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
     mean = fmean(report.rewards)
     of = "chosen rewards" if options.pairs else "rewards"
     lines = [
-        f"wrote {options.out}: {_count(report.rows, noun)} of {_count(report.rollouts, 'rollout')} "
-        f"of {_count(report.tasks, 'task')}, {of} {min(report.rewards):.3g} to {max(report.rewards):.3g}, "
+        f"wrote {options.out}: {count_text(report.rows, noun)} of {count_text(report.rollouts, 'rollout')} "
+        f"of {count_text(report.tasks, 'task')}, {of} {min(report.rewards):.3g} to {max(report.rewards):.3g}, "
         f"mean {mean:.3f}"
     ]
     if options.label_from is not None:
@@ -269,7 +261,7 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
     for fidelity, count in report.fidelities.most_common():
         lines.append(f"  {count:>8}  {fidelity}")
     if report.left_out:
-        lines.append(f"left out: {_count(report.left_out.total(), 'rollout')}")
+        lines.append(f"left out: {count_text(report.left_out.total(), 'rollout')}")
         for reason, count in report.left_out.most_common():
             lines.append(f"  {count:>8}  {reason}")
     for refusal, count in report.refusals.most_common(_MAX_REFUSALS):
@@ -284,10 +276,3 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
         f"next: invrl train --objective {objective} --data-path {data_path} --model-path MODEL"
     )
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    """Return "1 pair" or "2 pairs", for example."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}s"

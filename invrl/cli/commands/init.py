@@ -85,7 +85,7 @@ def write_project(folder: Path, *, model_path: str) -> None:
     else:
         tables = f"\n{tables}"
     try:
-        if folder.exists() and not _is_empty_folder(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             reason = "it exists and is not an empty folder; nothing in it was changed"
             raise ConfigError("init", str(folder), reason, "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,10 +99,6 @@ def write_project(folder: Path, *, model_path: str) -> None:
         raise ConfigError(
             "init", str(folder), str(error), "give a folder that can be written"
         ) from error
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _default_model_path() -> str:

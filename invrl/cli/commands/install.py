@@ -24,9 +24,9 @@ def install(arguments: Sequence[str]) -> None:
     if "--router" in options:
         _install_router(options)
         return
-    device = options.get("--device", "")
-    if not device:
-        device = _detect_device()
+    device = options.get("--device")
+    if device is None:
+        device = "gpu" if nvidia_driver_works() else "cpu"
     if device not in ("cpu", "gpu"):
         raise ConfigError(
             "--device", device, "no such device", "write --device cpu or --device gpu"
@@ -51,9 +51,3 @@ def _install_router(options: Mapping[str, str]) -> None:
         )
     install_smg()
     print(f"installed in {INSTALLED_FOLDER}; runs use it with --router smg")
-
-
-def _detect_device() -> str:
-    if nvidia_driver_works():
-        return "gpu"
-    return "cpu"

@@ -12,9 +12,10 @@ from invrl.buffer.ledger.ledger_store import (
     read_incarnations,
     read_ledger,
 )
-from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
+from invrl.cli.arguments import read_arguments, read_run_folder, unknown_flag
 from invrl.errors import BufferStateError, ConfigError
 from invrl.host.output.printable import for_stdout
+from invrl.observe.samples.samples_text import count_text
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.settings.config import nearest
 
@@ -30,9 +31,13 @@ def ledger(arguments: Sequence[str]) -> None:
     a checkpoint is a new incarnation; what the incarnation before did after that
     checkpoint is lost, and leased again."""
     folder = read_run_folder(arguments)
-    flags = arguments[1:]
-    all_tasks = "--tasks" in flags
-    task_id = _read_task_id([flag for flag in flags if flag != "--tasks"])
+    options, task_ids = read_arguments(arguments[1:], ["--task"], ["--tasks"])
+    all_tasks = "--tasks" in options
+    task_id = options.get("--task")
+    if task_id is None and task_ids:
+        task_id = task_ids.pop(0)
+    if task_ids:
+        raise unknown_flag(task_ids[0], ["--task", "--tasks"])
     check_store(folder.store_path)
     entries = read_ledger(folder.store_path)
     if task_id is not None:
@@ -46,18 +51,6 @@ def ledger(arguments: Sequence[str]) -> None:
     incarnations = read_incarnations(folder.store_path)
     run = describe_run(incarnations, entries, ended=folder.finished_path.exists())
     print(for_stdout(f"{run}\n{tasks}"))
-
-
-def _read_task_id(arguments: Sequence[str]) -> str | None:
-    """Return the value of --task, or else the first argument that is not a flag. None
-    if there is neither."""
-    options, others = split_options(arguments, ["--task"])
-    task_id = options.get("--task")
-    if task_id is None and others and not others[0].startswith("--"):
-        task_id = others.pop(0)
-    if others:
-        raise unknown_flag(others[0], ["--task", "--tasks"])
-    return task_id
 
 
 def _check_task(task_id: str, entries: Sequence[StoredEntry], *, run: str) -> None:
@@ -74,7 +67,7 @@ def describe_run(
 ) -> str:
     """Describe the incarnations, the number of rollouts by their last state and its
     reason, and whether each rollout ended exactly once."""
-    lines = [f"{_count(len(incarnations), 'incarnation')}:"]
+    lines = [f"{count_text(len(incarnations), 'incarnation')}:"]
     for incarnation in incarnations:
         lost = sum(
             kept.lost for kept in entries if kept.incarnation == incarnation.number
@@ -119,7 +112,9 @@ def describe_tasks(entries: Sequence[StoredEntry], *, whole: bool) -> str:
     if not whole:
         shown_ids = task_ids[:_TASKS_SHOWN]
     width = max((len(task_id) for task_id in shown_ids), default=0)
-    lines = [f"{_count(len(task_ids), 'task')} (--task ID shows what became of one):"]
+    lines = [
+        f"{count_text(len(task_ids), 'task')} (--task ID shows what became of one):"
+    ]
     for task_id in shown_ids:
         counts = ", ".join(
             f"{count} {state}" for state, count in states[task_id].most_common()
@@ -128,13 +123,6 @@ def describe_tasks(entries: Sequence[StoredEntry], *, whole: bool) -> str:
     if len(shown_ids) < len(task_ids):
         lines.append(f"  and {len(task_ids) - len(shown_ids)} more: --tasks lists all")
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    """Return "1 task" or "2 tasks", for example."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}s"
 
 
 def _last_entries(entries: Sequence[StoredEntry]) -> list[StoredEntry]:

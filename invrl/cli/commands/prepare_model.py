@@ -18,7 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from invrl.cli.arguments import read_options
 from invrl.errors import ConfigError
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 Source = Literal["--gguf", "--from-package", "--from-folder"]
 Dtype = Literal["bfloat16", "float32"]
-_SOURCES: tuple[Source, ...] = ("--gguf", "--from-package", "--from-folder")
-_DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
+_SOURCES: tuple[Source, ...] = get_args(Source)
 _OTHER_FLAGS = ("--out", "--dtype", "--chat-template-path")
 _RECORD = "prepared.json"
 """File that records the folder's source."""
@@ -94,9 +93,8 @@ def prepare_model(arguments: Sequence[str]) -> None:
 
 
 def _read_dtype(text: str) -> Dtype:
-    for dtype in _DTYPES:
-        if text == dtype:
-            return dtype
+    if text == "bfloat16" or text == "float32":
+        return text
     raise ConfigError("--dtype", text, "no such dtype", "bfloat16 or float32")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from invrl.cli.arguments import read_options, read_run_folder
+from invrl.cli.arguments import read_options, read_run_folder, read_whole
 from invrl.cli.checks.model_checks import check_model
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import driver_context, log_to_folder
@@ -49,14 +49,18 @@ def replay(arguments: Sequence[str]) -> None:
     result.json (the step's metrics beside the recorded ones)."""
     folder = read_run_folder(arguments)
     options = read_options(arguments[1:], ["--step"])
-    step = options.get("--step", "")
-    if not step.isdecimal() or int(step) < 1:
-        raise ConfigError("--step", step, "not a step", "give --step N, from 1 on")
+    step = read_whole(
+        "--step",
+        options.get("--step", ""),
+        reason="not a step",
+        fix="give --step N, from 1 on",
+        least=1,
+    )
     config = load_resolved(folder.config_path)
     check_model(config)
     with folder.held("replay"):
         log_to_folder(folder, config, process="supervisor")
-        exit_code = supervisor.supervise_once(config, folder, REPLAY_COMMAND, step)
+        exit_code = supervisor.supervise_once(config, folder, REPLAY_COMMAND, str(step))
         if exit_code:
             raise CommandFailed(exit_code)
 

@@ -1,20 +1,19 @@
 """`invrl samples`: shows rollouts of a run."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from invrl.cli.arguments import read_run_folder, split_flag, take_value, unknown_flag
+from invrl.cli.arguments import read_options, read_run_folder, read_whole
 from invrl.errors import ConfigError
 from invrl.observe.samples.samples import (
     Sample,
     by_reward,
-    evaluated_steps,
     first_ids,
     read_samples,
     spread,
-    trained_steps,
+    steps_with_purpose,
 )
 from invrl.observe.samples.samples_text import describe_samples, samples_json
 from invrl.run.checkpoints.store_check import check_store
@@ -29,7 +28,6 @@ StepChoice = int | Literal["last", "all"]
 _ORDERS: tuple[Order, ...] = ("worst", "best", "failed")
 _SWITCHES = tuple(f"--{name}" for name in (*_ORDERS, "eval", "full", "json"))
 _VALUES = ("--step", "--task", "--limit", "-n")
-_ALIASES = {"-n": "--limit"}
 _DEFAULT_LIMIT = 5
 _PURPOSE_NAMES = {"train": "training", "eval": "held-out", "serve": "served"}
 _MANY_STEPS = 12
@@ -75,71 +73,51 @@ def samples(arguments: Sequence[str]) -> None:
     rules = load_resolved(folder.config_path).buffer.failures.rules()
     run_samples = read_samples(folder.store_path, rules)
     with contextlib.closing(RunStore(folder.store_path)) as store:
-        print(answer(query, run_samples, store))
+        print(samples_output(query, run_samples, store))
 
 
 def read_query(arguments: Sequence[str]) -> SamplesQuery:
     """Return the flags after RUN_FOLDER as a query. Raises ConfigError for a flag that
     is unknown, lacks its value, or contradicts another one."""
-    values: dict[str, str] = {}
-    switches: set[str] = set()
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        flag, text = split_flag(argument)
-        if flag in _VALUES:
-            name = _ALIASES.get(flag, flag)
-            values[name] = take_value(flag, text, rest)
-        elif argument in _SWITCHES:
-            switches.add(argument)
-        elif argument == "--changed":
-            reason = "the page of a run shows each task before and after training"
-            fix = "`invrl view RUN`, Rollouts, Tasks: sort by gain, and open a task"
-            raise ConfigError("--changed", "", reason, fix)
-        else:
-            raise unknown_flag(argument, [*_VALUES, *_SWITCHES])
-    order = _read_order(switches)
-    step = _read_step(values.get("--step"))
+    if "--changed" in arguments:
+        reason = "the page of a run shows each task before and after training"
+        fix = "`invrl view RUN`, Rollouts, Tasks: sort by gain, and open a task"
+        raise ConfigError("--changed", "", reason, fix)
+    options = read_options(arguments, _VALUES, _SWITCHES)
+    limit = options.get("--limit", options.get("-n", str(_DEFAULT_LIMIT)))
     return SamplesQuery(
-        step=step,
-        task=values.get("--task"),
-        order=order,
-        held_out="--eval" in switches,
-        limit=_read_limit(values.get("--limit")),
-        full="--full" in switches,
-        as_json="--json" in switches,
+        step=_read_step(options.get("--step")),
+        task=options.get("--task"),
+        order=_read_order(options),
+        held_out="--eval" in options,
+        limit=read_whole(
+            "--limit", limit, reason="not a number", fix="give --limit N; 0: all"
+        ),
+        full="--full" in options,
+        as_json="--json" in options,
     )
 
 
-def _read_order(switches: set[str]) -> Order:
-    orders: list[Order] = [order for order in _ORDERS if f"--{order}" in switches]
-    if not orders:
-        return ""
+def _read_order(options: Collection[str]) -> Order:
+    orders: list[Order] = [order for order in _ORDERS if f"--{order}" in options]
     if len(orders) > 1:
         flags = " ".join(f"--{order}" for order in orders)
         raise ConfigError(
             "command line", flags, "they exclude each other", "give one of them"
         )
-    return orders[0]
+    return orders[0] if orders else ""
 
 
 def _read_step(text: str | None) -> StepChoice | None:
     if text is None or text == "last" or text == "all":
         return text
-    if not text.isdecimal():
-        raise ConfigError("--step", text, "not a step", "give a number, last or all")
-    return int(text)
+    fix = "give a number, last or all"
+    return read_whole("--step", text, reason="not a step", fix=fix)
 
 
-def _read_limit(text: str | None) -> int:
-    if text is None:
-        return _DEFAULT_LIMIT
-    if not text.isdecimal():
-        raise ConfigError("--limit", text, "not a number", "give --limit N; 0: all")
-    return int(text)
-
-
-def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
+def samples_output(
+    query: SamplesQuery, samples: Sequence[Sample], store: RunStore
+) -> str:
     """Return the output of the command. Raises ConfigError for a step or a task that
     the run does not have, and if there is nothing to show."""
     if not samples:
@@ -190,8 +168,8 @@ def _select_step(
     query: SamplesQuery, samples: Sequence[Sample]
 ) -> tuple[list[Sample], str]:
     """Return the rollouts of the step, and a heading that describes them."""
-    trained = trained_steps(samples)
-    evaluated = evaluated_steps(samples)
+    trained = steps_with_purpose(samples, "train")
+    evaluated = steps_with_purpose(samples, "eval")
     purpose = _purpose(query, samples, trained)
     steps = trained
     if purpose == "eval":
@@ -200,7 +178,10 @@ def _select_step(
     prefix = ""
     if query.task is not None:
         prefix = f"task {query.task}, "
-    step = _step_choice(query)
+    step = query.step
+    if step is None:
+        shows_all = query.task is not None or query.order == "failed"
+        step = "all" if shows_all else "last"
     if step == "all":
         return of_purpose, f"{prefix}all {_PURPOSE_NAMES[purpose]} rollouts"
     if step == "last":
@@ -224,15 +205,6 @@ def _select_step(
         if untrained:
             heading += f"; {untrained:,} more were not trained: --step all"
     return [sample for sample in of_purpose if sample.step == step], heading
-
-
-def _step_choice(query: SamplesQuery) -> StepChoice:
-    """Return the given step, or the default for the other flags."""
-    if query.step is not None:
-        return query.step
-    if query.task is not None or query.order == "failed":
-        return "all"
-    return "last"
 
 
 def _purpose(

@@ -1,10 +1,9 @@
 """`invrl verify-weights`: checks that the engines of a live run hold its committed
 weights."""
 
-import math
 from collections.abc import Sequence
 
-from invrl.cli.arguments import read_options, read_run_folder
+from invrl.cli.arguments import read_number, read_options, read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.errors import ConfigError, DeadlineError, ServerError
 from invrl.run.loop.verification_socket import ask_for_verification
@@ -34,7 +33,12 @@ def verify_weights(arguments: Sequence[str]) -> None:
     Exit code 0 if all engines hold the committed weights, 1 if one does not or could
     not be read."""
     folder = read_run_folder(arguments)
-    wait_s = _read_wait(read_options(arguments[1:], ["--wait"]))
+    wait_s = read_number(
+        "--wait",
+        read_options(arguments[1:], ["--wait"]).get("--wait", str(_WAIT_S)),
+        reason="not a number of seconds",
+        fix="give --wait 300, for example",
+    )
     _check_running(folder)
     config = load_resolved(folder.config_path)
     try:
@@ -47,19 +51,6 @@ def verify_weights(arguments: Sequence[str]) -> None:
     print(describe(verification))
     if not verification.all_equal:
         raise CommandFailed(FAILURE_EXIT)
-
-
-def _read_wait(options: dict[str, str]) -> float:
-    text = options.get("--wait", str(_WAIT_S))
-    try:
-        wait_s = float(text)
-    except ValueError:
-        wait_s = math.nan
-    if not 0 <= wait_s < math.inf:
-        raise ConfigError(
-            "--wait", text, "not a number of seconds", "give --wait 300, for example"
-        )
-    return wait_s
 
 
 def _check_running(folder: RunFolder) -> None:

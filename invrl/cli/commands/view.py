@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from invrl.cli.arguments import split_options, unknown_flag
+from invrl.cli.arguments import read_arguments, read_whole
 from invrl.errors import ConfigError
 from invrl.host.files.cache_folder import cache_folder
 from invrl.host.output.printable import for_stdout
@@ -74,12 +74,7 @@ def view(arguments: Sequence[str]) -> None:
 def read_request(arguments: Sequence[str]) -> ViewRequest:
     """Return the request. Raises ConfigError for a flag that is unknown or has a wrong
     value, and if no run is named."""
-    options, others = split_options(arguments, _VALUES)
-    opens_browser = _NO_OPEN not in others
-    paths = [argument for argument in others if argument != _NO_OPEN]
-    for argument in paths:
-        if argument.startswith("-"):
-            raise unknown_flag(argument, [*_VALUES, _NO_OPEN])
+    options, paths = read_arguments(arguments, _VALUES, [_NO_OPEN])
     if not paths:
         raise ConfigError(
             "RUN", "", "it is missing", "give the folder that `invrl train` printed"
@@ -95,16 +90,13 @@ def read_request(arguments: Sequence[str]) -> ViewRequest:
             options.get("--export-rollouts", str(EXPORTED_ROLLOUTS)),
             most=10**9,
         ),
-        opens_browser=opens_browser,
+        opens_browser=_NO_OPEN not in options,
     )
 
 
 def _read_number(flag: str, text: str, *, most: int) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > most:
-        raise ConfigError(
-            flag, text, f"not a number from 0 to {most}", f"write {flag} N"
-        )
-    return int(text)
+    reason = f"not a number from 0 to {most}"
+    return read_whole(flag, text, reason=reason, fix=f"write {flag} N", most=most)
 
 
 @cache

@@ -13,8 +13,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.live import Live
 
-from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
-from invrl.errors import ConfigError
+from invrl.cli.arguments import (
+    read_arguments,
+    read_number,
+    read_run_folder,
+    unknown_flag,
+)
 from invrl.host.output.printable import for_stdout
 from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
 from invrl.observe.screen.step_text import describe_step
@@ -35,37 +39,31 @@ def watch(arguments: Sequence[str]) -> None:
     failures. It reads the folder again every 2 seconds (--interval-s); q or Ctrl-C ends
     it, and never the run. --once prints one frame. Without a terminal it prints a
     frame, and then a line per step until the run ends."""
-    options, others = split_options(arguments, [_INTERVAL_FLAG])
-    run, *unknown = [argument for argument in others if argument != _ONCE_FLAG] or [""]
-    for argument in (run, *unknown):
-        if argument.startswith("--") or argument in unknown:
-            raise unknown_flag(argument, [_INTERVAL_FLAG, _ONCE_FLAG])
-    folder = read_run_folder([run] if run else [])
-    interval_s = _interval(options.get(_INTERVAL_FLAG, "2"))
+    flags = [_INTERVAL_FLAG, _ONCE_FLAG]
+    options, runs = read_arguments(arguments, flags[:1], flags[1:])
+    if len(runs) > 1:
+        raise unknown_flag(runs[1], flags)
+    folder = read_run_folder(runs)
+    interval_s = read_number(
+        _INTERVAL_FLAG,
+        options.get(_INTERVAL_FLAG, "2"),
+        reason="not between 0.1 and 3600 seconds",
+        fix="give a number, such as 2",
+        least=0.1,
+        most=3600,
+    )
     reader = RunReader(folder)
     is_live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     console = Console(
         width=None if is_live else _pipe_width(), no_color=None if is_live else True
     )
     with contextlib.suppress(KeyboardInterrupt):
-        if _ONCE_FLAG in others:
+        if _ONCE_FLAG in options:
             _print_frame(console, reader.read())
         elif is_live:
             _show(console, reader, interval_s)
         else:
             _print_lines(console, reader, interval_s)
-
-
-def _interval(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0.1 <= float(text) <= 3600:
-            return float(text)
-    raise ConfigError(
-        _INTERVAL_FLAG,
-        text,
-        "not between 0.1 and 3600 seconds",
-        "give a number, such as 2",
-    )
 
 
 def _pipe_width() -> int:

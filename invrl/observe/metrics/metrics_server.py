@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -87,14 +87,11 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    allow_reuse_address = True
     free_connections: threading.BoundedSemaphore
 
     def server_bind(self) -> None:
         """Bind without looking up the host name, which may wait for a name server."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
         self.setup_environ()
@@ -135,7 +132,7 @@ class MetricsServer:
         self._upstreams = upstreams
         self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
         server_class = _Server6 if ":" in host else _Server
-        self._server = make_server(host, port, self._answer, server_class, _Handler)
+        self._server = make_server(host, port, self._respond, server_class, _Handler)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -148,7 +145,7 @@ class MetricsServer:
         self._server.socket.close()
         self._thread.join(_STOP_TIMEOUT_S)
 
-    def _answer(
+    def _respond(
         self, environ: dict[str, Any], start_response: "StartResponse"
     ) -> Iterable[bytes]:
         asked_host = str(environ.get("HTTP_HOST", ""))
@@ -205,11 +202,11 @@ def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[b
     try:
         with (
             direct_client(url, timeout_s=_UPSTREAM_DEADLINE_S) as http,
-            http.stream("GET", url) as answer,
+            http.stream("GET", url) as response,
         ):
-            status = answer.status_code
-            body = _read(answer)
-            content_type = answer.headers.get("Content-Type", _TEXT[1])
+            status = response.status_code
+            body = _read(response)
+            content_type = response.headers.get("Content-Type", _TEXT[1])
     except (httpx.HTTPError, TimeoutError) as error:
         return _refuse(
             start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}"
@@ -225,12 +222,12 @@ def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[b
     return [body]
 
 
-def _read(answer: httpx.Response) -> bytes:
+def _read(response: httpx.Response) -> bytes:
     """Return the whole body. Raises TimeoutError if it is too slow, even if bytes keep
     arriving."""
     ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
     chunks: list[bytes] = []
-    for chunk in answer.iter_bytes():
+    for chunk in response.iter_bytes():
         chunks.append(chunk)
         if time.monotonic() > ends_at:
             raise TimeoutError(f"more than {_UPSTREAM_DEADLINE_S:g} s")

@@ -52,8 +52,7 @@ class StepValues:
     """Folds the rows of `metrics.jsonl` into the series of families that name a key of
     it."""
 
-    gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
-    counters: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    series: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, float | None], *, counted: bool = True) -> None:
         """Add a row with `step` and `time`. `counted`: whether this driver made it.
@@ -62,11 +61,11 @@ class StepValues:
         for key, value in values.items():
             number = math.nan if value is None else float(value)
             for family, labels in _shown_by(key):
+                series = self.series.setdefault(family.name, {})
                 if family.kind == "gauge":
-                    self.gauges.setdefault(family.name, {})[labels] = number
+                    series[labels] = number
                 elif counted and math.isfinite(number):
-                    sums = self.counters.setdefault(family.name, {})
-                    sums[labels] = sums.get(labels, 0.0) + number
+                    series[labels] = series.get(labels, 0.0) + number
 
 
 @cache
@@ -143,8 +142,7 @@ class RunExporter(Sink, Collector):
         value are left out."""
         numbers: dict[str, dict[Labels, float | Histogram]] = {}
         with self._lock:
-            _merge(numbers, self._steps.gauges)
-            _merge(numbers, self._steps.counters)
+            _merge(numbers, self._steps.series)
         _merge(numbers, self._fixed)
         _merge(numbers, self._phase)
         up: dict[Labels, float | Histogram] = {}

@@ -8,7 +8,7 @@ Only training rollouts that finished count. Epochs of one task are one task
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,23 +93,22 @@ def candidates_for_pairs(samples: Sequence[Sample], wanted: Wanted) -> Candidate
 def best_first(samples: Sequence[Sample]) -> list[Sample]:
     """Sort by reward, the highest first; of equal ones, that of the newest weights
     comes first."""
-    return sorted(
-        samples,
-        key=lambda sample: (
-            -finished_reward(sample),
-            -(sample.newest_version or 0),
-            sample.identity.index,
-        ),
-    )
+    return _newest_first(samples, lambda sample: -finished_reward(sample))
 
 
 def worst_first(samples: Sequence[Sample]) -> list[Sample]:
     """Sort by reward, the lowest first; of equal ones, that of the newest weights comes
     first."""
+    return _newest_first(samples, finished_reward)
+
+
+def _newest_first(
+    samples: Sequence[Sample], order: Callable[[Sample], float]
+) -> list[Sample]:
     return sorted(
         samples,
         key=lambda sample: (
-            finished_reward(sample),
+            order(sample),
             -(sample.newest_version or 0),
             sample.identity.index,
         ),

@@ -7,9 +7,12 @@ Invariant: an error here is logged and ends no run."""
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from invrl.gateway.types import Message
 from invrl.host.output.printable import for_stdout, one_line, trimmed
 from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.observe.samples.transcript import Transcript, message_text, read_transcript
@@ -20,42 +23,45 @@ from invrl.types.rollouts import RolloutSummary
 _MAX_CHARACTERS = 160
 _MAX_CELL_CHARACTERS = 20_000
 logger = logging.getLogger(__name__)
+DescriptionT = TypeVar("DescriptionT")
 
 
 def show_samples(
     store_path: Path, count: int | None, step: int, taken: TakenBatch
 ) -> list[str]:
     """Return a text for each of `count` rollouts of the step's batch."""
-    rollouts = choose_rollouts(taken, count or 0, step)
-    if not rollouts:
-        return []
-    try:
-        # This may run in another thread, so it opens its own connection.
-        with contextlib.closing(RunStore(store_path)) as store:
-            texts: list[str] = []
-            for rollout in rollouts:
-                transcript = read_transcript(store, rollout.session_id)
-                texts.append(describe_rollout(rollout, transcript))
-            return texts
-    except Exception:
-        logger.exception("the samples of step %d cannot be shown", step)
-        return []
+    return _describe_each(store_path, count or 0, step, taken, describe_rollout)
 
 
 def sample_rollouts(
     store_path: Path, count: int, step: int, taken: TakenBatch
 ) -> list[SampledRollout]:
     """Return `count` rollouts of the step's batch as rows of a table."""
-    rows: list[SampledRollout] = []
-    try:
-        with contextlib.closing(RunStore(store_path)) as store:
-            for rollout in choose_rollouts(taken, count, step):
-                transcript = read_transcript(store, rollout.session_id)
-                rows.append(_sampled_rollout(step, rollout, transcript))
-    except Exception:
-        logger.exception("the rollouts of step %d cannot be logged", step)
+    describe = partial(_sampled_rollout, step)
+    return _describe_each(store_path, count, step, taken, describe)
+
+
+def _describe_each(
+    store_path: Path,
+    count: int,
+    step: int,
+    taken: TakenBatch,
+    describe: Callable[[RolloutSummary, Transcript], DescriptionT],
+) -> list[DescriptionT]:
+    """Describe the chosen rollouts by their transcripts; none if one cannot be read."""
+    rollouts = choose_rollouts(taken, count, step)
+    if not rollouts:
         return []
-    return rows
+    try:
+        # This may run in another thread, so it opens its own connection.
+        with contextlib.closing(RunStore(store_path)) as store:
+            return [
+                describe(rollout, read_transcript(store, rollout.session_id))
+                for rollout in rollouts
+            ]
+    except Exception:
+        logger.exception("the samples of step %d cannot be shown", step)
+        return []
 
 
 def _sampled_rollout(
@@ -64,18 +70,24 @@ def _sampled_rollout(
     reason = "cut" if summary.truncated else ""
     if summary.failure is not None:
         reason = summary.failure.value
-    prompt = message_text(transcript.opening[-1]) if transcript.opening else ""
-    response = "\n\n".join(message_text(turn.reply) for turn in transcript.turns)
+    question = _question(transcript)
     return SampledRollout(
         step=step,
         task=_cell(summary.task_id),
         reward=summary.reward,
-        prompt=_cell(prompt),
-        response=_cell(response),
+        prompt=_cell(message_text(question) if question else ""),
+        response=_cell("\n\n".join(message_text(turn.reply) for turn in transcript)),
         length=summary.sampled_tokens,
         reason=reason,
         version=summary.newest_version,
     )
+
+
+def _question(transcript: Transcript) -> Message | None:
+    """Return the last message before the first reply."""
+    if not transcript or not transcript[0].prompt:
+        return None
+    return transcript[0].prompt[-1]
 
 
 def _cell(text: str) -> str:
@@ -111,12 +123,12 @@ def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
     if summary.failure is not None:
         heading += f", failed: {summary.failure}"
     lines = [heading]
-    if transcript.opening:
-        question = transcript.opening[-1]
+    question = _question(transcript)
+    if question is not None:
         lines.append(f"    {question.role}: {_shorten(message_text(question))}")
     reply = ""
-    if transcript.turns:
-        reply = _shorten(message_text(transcript.turns[-1].reply))
+    if transcript:
+        reply = _shorten(message_text(transcript[-1].reply))
     lines.append(f"    model: {reply or '(nothing)'}")
     return for_stdout("\n".join(lines))
 

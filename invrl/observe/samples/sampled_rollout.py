@@ -1,10 +1,9 @@
 """A rollout of a step as a row of a table in an experiment tracker. Pure values."""
 
-from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRollout:
+class SampledRollout(NamedTuple):
     """One rollout. Texts are Unicode without lone surrogates, otherwise as the model
     wrote them."""
 
@@ -22,10 +21,3 @@ class SampledRollout:
     else ""."""
     version: int
     """Newest weights that sampled it."""
-
-    def cells(self) -> tuple[object, ...]:
-        """Return the values in the order of `ROLLOUT_COLUMNS`."""
-        return astuple(self)
-
-
-ROLLOUT_COLUMNS = tuple(column.name for column in fields(SampledRollout))

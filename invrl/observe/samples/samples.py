@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.types.leases import Place
 from invrl.types.reasons import DropReason, FailureReason
-from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.rollouts import FailedRollout
 from invrl.types.sessions import Purpose, RolloutIdentity
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ def read_samples(
     `failure_rules`: the run's, for failures that count with a reward."""
     states = _read_ledger_states(read_ledger(path))
     samples: dict[tuple[str, int], Sample] = {}
-    store = RunStore(path)
-    try:
+    with contextlib.closing(RunStore(path)) as store:
         for stored in store.ended_sessions():
             sample = _make_sample(stored, states, failure_rules)
             identity = sample.identity
@@ -78,8 +77,6 @@ def read_samples(
                 key = (identity.group_id, identity.index)
             samples.pop(key, None)  # so that the last attempt takes the last position
             samples[key] = sample
-    finally:
-        store.close()
     return list(samples.values())
 
 
@@ -155,50 +152,32 @@ def _make_sample(
     session = stored.session
     outcome = stored.outcome
     assert outcome is not None, "only sessions with an outcome are read"
+    failed = isinstance(outcome, FailedRollout)
     evaluation = ""
+    fate = _LedgerState("served")
     if session.purpose == "train":
-        fate = states.get(session.id)
-        if fate is None:
-            fate = _state_before_ledger(outcome)
+        # the ledger has no entry yet for a rollout that has just ended
+        fate = states.get(session.id, _LedgerState("failed" if failed else "finished"))
     elif session.purpose == "eval":
         step, evaluation = parse_evaluation(session.group_id, session.task_id)
         fate = _LedgerState("evaluated", step)
-    else:
-        fate = _LedgerState("served")
     sample = Sample(
         identity=session.identity,
         purpose=session.purpose,
         step=fate.step,
         evaluation=evaluation,
         state=fate.state,
-        reward=None,
+        reward=failure_reward(outcome, session.purpose, rules)
+        if failed
+        else outcome.reward,
+        reward_components={} if failed else outcome.reward_components,
+        failure=outcome.reason if failed else None,
+        detail=outcome.detail if failed else "",
         opened_at=stored.opened_at,
     )
-    if isinstance(outcome, RolloutSummary):
-        sample = replace(
-            sample, reward=outcome.reward, reward_components=outcome.reward_components
-        )
-        return _with_counts(sample, outcome)
-    sample = replace(
-        sample,
-        failure=outcome.reason,
-        detail=outcome.detail,
-        reward=failure_reward(outcome, session.purpose, rules),
-    )
-    if outcome.partial is None:
+    summary = outcome.partial if failed else outcome
+    if summary is None:
         return sample
-    return _with_counts(sample, outcome.partial)
-
-
-def _state_before_ledger(outcome: Outcome) -> _LedgerState:
-    """Return the fate of a rollout that has just ended: the ledger has no entry for it
-    yet."""
-    if isinstance(outcome, FailedRollout):
-        return _LedgerState("failed")
-    return _LedgerState("finished")
-
-
-def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
     return replace(
         sample,
         num_turns=summary.num_turns,
@@ -246,17 +225,9 @@ def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
     return first
 
 
-def trained_steps(samples: Iterable[Sample]) -> list[int]:
-    """Return the steps of the training rollouts, in order."""
-    return _steps_with_purpose(samples, "train")
-
-
-def evaluated_steps(samples: Iterable[Sample]) -> list[int]:
-    """Return the steps that an evaluation came after, in order."""
-    return _steps_with_purpose(samples, "eval")
-
-
-def _steps_with_purpose(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
+def steps_with_purpose(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
+    """Return the steps that trained the rollouts of training, or that the held-out
+    evaluations came after, in order."""
     steps = {
         sample.step
         for sample in samples
@@ -282,23 +253,16 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
     """Return at most `limit` (0: all) of the samples that have a reward, the best or
     the worst first. Among samples of equal reward, one of each task comes before the
     second of any task."""
-    counts: dict[tuple[str, float], int] = defaultdict(int)
-    keys: dict[str, tuple[float, int]] = {}
-    scored: list[Sample] = []
-    for sample in samples:
-        if sample.reward is None:
-            continue
-        scored.append(sample)
+    scored = [sample for sample in samples if sample.reward is not None]
+    earlier: Counter[tuple[str, float | None]] = Counter()
+    ranks: dict[str, int] = {}
+    for sample in scored:
         of_task = (sample.identity.task_id, sample.reward)
-        order = sample.reward
-        if best:
-            order = -order
-        keys[sample.identity.session_id] = (order, counts[of_task])
-        counts[of_task] += 1
-    scored.sort(key=lambda sample: keys[sample.identity.session_id])
-    if not limit:
-        return scored
-    return scored[:limit]
+        ranks[sample.identity.session_id] = earlier[of_task]
+        earlier[of_task] += 1
+    scored.sort(key=lambda sample: ranks[sample.identity.session_id])
+    scored.sort(key=lambda sample: sample.reward or 0.0, reverse=best)
+    return scored[: limit or None]
 
 
 def distinct_replies(store: RunStore, rollout_ids: Iterable[str]) -> int:

@@ -47,7 +47,7 @@ def describe_samples(
                 sample, transcript, full=full, previous_opening=previous_opening
             )
         )
-        previous_opening = transcript.opening
+        previous_opening = transcript[0].prompt if transcript else ()
     if len(samples) < len(total):
         parts.append(f"{len(samples)} of {len(total)} shown; -n N shows more, -n 0 all")
     return for_stdout("\n\n".join(parts))
@@ -57,7 +57,7 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
     """Describe the number of rollouts and tasks, their rewards, the share that was cut,
     and the number of different replies."""
     tasks = {sample.identity.task_id for sample in total}
-    facts = [f"{_count(len(total), 'rollout')} of {_count(len(tasks), 'task')}"]
+    facts = [f"{count_text(len(total), 'rollout')} of {count_text(len(tasks), 'task')}"]
     rewards = [sample.reward for sample in total if sample.reward is not None]
     if rewards:
         mean = sum(rewards) / len(rewards)
@@ -72,7 +72,7 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
             store, (sample.identity.session_id for sample in with_turns)
         )
         facts.append(
-            f"{_count(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}"
+            f"{count_text(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}"
         )
     failures = Counter(
         str(sample.failure) for sample in total if sample.failure is not None
@@ -95,7 +95,7 @@ def _sample_object(sample: Sample, store: RunStore) -> dict[str, object]:
     fields = asdict(sample)
     identity = fields.pop("identity")
     rollout_id = identity.pop("session_id")
-    turns = read_transcript(store, rollout_id).turns
+    turns = read_transcript(store, rollout_id)
     return {
         "rollout_id": rollout_id,
         **identity,
@@ -137,7 +137,7 @@ def _describe_facts(sample: Sample) -> str:
             versions = f"{sample.oldest_version} to {sample.newest_version}"
         facts.append(f"weights {versions}")
         facts.append(
-            f"{_count(sample.sampled_tokens, 'token')} in {_count(sample.num_turns, 'turn')}"
+            f"{count_text(sample.sampled_tokens, 'token')} in {count_text(sample.num_turns, 'turn')}"
         )
     if sample.cut:
         facts.append("CUT")
@@ -173,10 +173,10 @@ def _describe_conversation(
 ) -> list[str]:
     """Return the messages, each beginning a new line. The first prompt is left out if
     it equals `previous_opening`, that of the rollout above."""
-    if not transcript.turns:
+    if not transcript:
         return ["(the model was not asked)"]
     lines: list[str] = []
-    for number, turn in enumerate(transcript.turns):
+    for number, turn in enumerate(transcript):
         if turn.fork_reason:
             lines.append(f"-- new branch ({turn.fork_reason}):")
         elif turn.keeps_interrupted_reply:
@@ -194,7 +194,7 @@ def _describe_conversation(
 def _describe_ending(turn: TranscriptTurn) -> str:
     """Describe how the reply ended, if the model did not end it itself."""
     notes: list[str] = []
-    if turn.cut:
+    if turn.finish_reason == "length":
         notes.append("length: cut")
     elif turn.finish_reason != "stop":
         notes.append(turn.finish_reason)
@@ -215,9 +215,8 @@ def _message_lines(label: str, text: str, *, full: bool) -> list[str]:
     return lines
 
 
-def _count(number: int, singular: str, plural: str = "") -> str:
+def count_text(number: int, noun: str, plural: str = "") -> str:
     """Return "1 task" or "2 tasks", for example."""
     if number == 1:
-        return f"1 {singular}"
-    noun = plural or f"{singular}s"
-    return f"{number:,} {noun}"
+        return f"1 {noun}"
+    return f"{number:,} {plural or f'{noun}s'}"

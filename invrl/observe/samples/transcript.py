@@ -13,7 +13,7 @@ import msgspec
 
 from invrl.gateway.types import Message
 from invrl.store.run_store import RunStore
-from invrl.types.turns import FinishReason, Turn
+from invrl.types.turns import FinishReason
 from invrl.types.weights import WeightVersion
 
 
@@ -38,29 +38,9 @@ class TranscriptTurn:
     """Whether it continues a reply that ran out of tokens."""
     finished_at: float
 
-    @property
-    def cut(self) -> bool:
-        """Whether it ran out of tokens."""
-        return self.finish_reason == "length"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transcript:
-    """All turns of a rollout and its sub-agents, in the order in which they ended."""
-
-    turns: tuple[TranscriptTurn, ...]
-
-    @property
-    def opening(self) -> tuple[Message, ...]:
-        """Prompt of the first turn."""
-        if not self.turns:
-            return ()
-        return self.turns[0].prompt
-
-    @property
-    def replies(self) -> str:
-        """All replies of the model as one text."""
-        return "\n".join(message_text(turn.reply) for turn in self.turns)
+Transcript = tuple[TranscriptTurn, ...]
+"""All turns of a rollout and its sub-agents, in the order in which they ended."""
 
 
 def read_transcript(store: RunStore, session_id: str) -> Transcript:
@@ -73,17 +53,26 @@ def read_transcript(store: RunStore, session_id: str) -> Transcript:
         messages = msgspec.json.decode(encoded_messages, type=list[Message])
         if not messages:
             messages = [Message("assistant")]
+        versions = [span.version for span in turn.spans if span.end > span.start]
         turns.append(
-            _transcript_turn(
-                turn,
+            TranscriptTurn(
+                turn_id=turn.id,
+                session_id=turn.session_id,
                 prompt=tuple(messages[:-1]),
                 reply=messages[-1],
+                finish_reason=turn.finish_reason,
+                sampled_tokens=len(turn.sampled_ids_T),
+                oldest_version=WeightVersion(min(versions, default=0)),
+                newest_version=WeightVersion(max(versions, default=0)),
+                delivered=turn.delivered,
+                fork_reason=turn.fork_reason,
                 keeps_interrupted_reply=turn.parent_id in interrupted,
+                finished_at=turn.finished_at,
             )
         )
         if turn.finish_reason != "stop":
             interrupted.add(turn.id)
-    return Transcript(turns=tuple(turns))
+    return tuple(turns)
 
 
 def message_text(message: Message) -> str:
@@ -96,27 +85,3 @@ def message_text(message: Message) -> str:
     for call in message.tool_calls:
         parts.append(f"{call.name}({call.arguments})")
     return "\n".join(parts)
-
-
-def _transcript_turn(
-    turn: Turn,
-    *,
-    prompt: tuple[Message, ...],
-    reply: Message,
-    keeps_interrupted_reply: bool,
-) -> TranscriptTurn:
-    versions = [span.version for span in turn.spans if span.end > span.start]
-    return TranscriptTurn(
-        turn_id=turn.id,
-        session_id=turn.session_id,
-        prompt=prompt,
-        reply=reply,
-        finish_reason=turn.finish_reason,
-        sampled_tokens=len(turn.sampled_ids_T),
-        oldest_version=WeightVersion(min(versions, default=0)),
-        newest_version=WeightVersion(max(versions, default=0)),
-        delivered=turn.delivered,
-        fork_reason=turn.fork_reason,
-        keeps_interrupted_reply=keeps_interrupted_reply,
-        finished_at=turn.finished_at,
-    )

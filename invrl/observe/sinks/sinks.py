@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import DeadlineError
 from invrl.host.files.disk import is_full, write_atomically
 from invrl.host.output.printable import for_stdout
-from invrl.observe.samples.sampled_rollout import ROLLOUT_COLUMNS, SampledRollout
+from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.store.growing_file import GrowingFile
 from invrl.store.run_folder import RunFolder
 from invrl.store.timeline_file import (
@@ -214,7 +214,7 @@ class WandbSink(Sink):
 
     def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
         table = self._make_table(
-            columns=list(ROLLOUT_COLUMNS), data=[list(row.cells()) for row in rows]
+            columns=list(SampledRollout._fields), data=[list(row) for row in rows]
         )
         self._run.log({"rollouts": table}, step=step)
 
@@ -370,13 +370,12 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
         JsonlSink(folder.metrics_path),
         TimelineSink(folder.path, done),
     ]
+    trackers: list[partial[Sink]] = []
     if run.metrics.tensorboard:
-        open_sink = partial(TensorBoardSink, folder.tensorboard_path, done)
-        sinks.append(ThreadedSink("TensorBoardSink", open_sink))
+        trackers.append(partial(TensorBoardSink, folder.tensorboard_path, done))
     if run.wandb is not None:
-        open_sink = partial(WandbSink, run.wandb, folder.path, parameters)
-        sinks.append(ThreadedSink("WandbSink", open_sink))
+        trackers.append(partial(WandbSink, run.wandb, folder.path, parameters))
     if run.metrics.mlflow_tracking_uri:
-        open_sink = partial(MlflowSink, run, folder.path, parameters)
-        sinks.append(ThreadedSink("MlflowSink", open_sink))
+        trackers.append(partial(MlflowSink, run, folder.path, parameters))
+    sinks += [ThreadedSink(tracker.func.__name__, tracker) for tracker in trackers]
     return sinks

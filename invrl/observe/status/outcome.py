@@ -24,9 +24,7 @@ _CHANGES = {
 }
 """Metrics whose change is reported if there is no held-out accuracy; the first that the
 run has."""
-_RAISED = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
-)
+RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*")
 """Line of a log that names a raised exception."""
 _MAX_CHARS = 300
 
@@ -105,7 +103,7 @@ def _raised(log_end: str) -> str:
     raised = ""
     for line in log_end.splitlines():
         for text in _texts(line):
-            if _RAISED.match(text):
+            if RAISED.match(text):
                 raised = text
     if len(raised) > _MAX_CHARS:
         return f"{raised[:_MAX_CHARS]}..."

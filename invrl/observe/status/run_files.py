@@ -7,11 +7,11 @@ and the rest is still reported.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from invrl.observe.metrics.collapse import COLLAPSE_METRICS, collapse
 from invrl.observe.metrics.metrics_table import MetricsTable
@@ -28,13 +28,12 @@ Settings = Mapping[str, Mapping[str, Any]]
 _LOG_TAIL = 16_384
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(msgspec.Struct, frozen=True, kw_only=True, rename={"name": "phase"}):
     """Last phase of the driver, from phase.json."""
 
     name: str
     step: int
-    since: float | None
+    since: float | None = None
     """Unix seconds; None for a run of an earlier version."""
 
 
@@ -90,14 +89,9 @@ class RunFiles:
     def phase(self) -> Phase | None:
         """Return the last phase; None if the driver has written none."""
         try:
-            content = json.loads(self.folder.phase_path.read_bytes())
-            since = content.get("since")
-            return Phase(
-                name=str(content["phase"]),
-                step=int(content["step"]),
-                since=None if since is None else float(since),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            content = self.folder.phase_path.read_bytes()
+            return msgspec.json.decode(content, type=Phase)
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
             return None
 
     def outcome(self) -> str:
