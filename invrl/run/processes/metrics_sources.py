@@ -6,7 +6,7 @@ another process has a deadline. All may be called from any thread."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from invrl.types.reasons import DropReason, FailureReason
 _GATEWAY_DEADLINE_S = 7.0
 """Longer than a gateway worker waits for the others, shorter than Prometheus waits for
 us (10 s)."""
+_NOTHING = BufferCounts(states={}, failed={}, dropped={})
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 
 
@@ -116,11 +117,11 @@ class BufferNumbers:
     with each."""
 
     resumed: bool
-    _before: BufferCounts | None = field(default=None, init=False)
-    _now: BufferCounts | None = field(default=None, init=False)
+    _before: BufferCounts = _NOTHING
+    _now: BufferCounts | None = None
 
     def update(self, counts: BufferCounts) -> None:
-        if self.resumed and self._before is None:
+        if self.resumed and self._now is None:
             self._before = counts
         self._now = counts
 
@@ -131,19 +132,12 @@ class BufferNumbers:
         rollouts: dict[Labels, float] = {}
         groups: dict[Labels, float] = {}
         ended: dict[Labels, float] = {}
-        states_before: Mapping[str, int] = {}
-        failed_before: Mapping[str, int] = {}
-        dropped_before: Mapping[str, int] = {}
-        if self._before is not None:
-            states_before = self._before.states
-            failed_before = self._before.failed
-            dropped_before = self._before.dropped
         for name, count in self._now.states.items():
             kind, _, state = name.partition("_")
             if kind == "groups":
                 groups[(state,)] = float(count)
             elif state in _ENDS:
-                ended[(state,)] = float(count - states_before.get(name, 0))
+                ended[(state,)] = float(count - self._before.states.get(name, 0))
             else:
                 rollouts[(state,)] = float(count)
         return {
@@ -151,10 +145,10 @@ class BufferNumbers:
             "invrl_groups": groups,
             "invrl_rollouts_ended": ended,
             "invrl_rollouts_failed": _since(
-                failed_before, self._now.failed, FailureReason
+                self._before.failed, self._now.failed, FailureReason
             ),
             "invrl_groups_dropped": _since(
-                dropped_before, self._now.dropped, DropReason
+                self._before.dropped, self._now.dropped, DropReason
             ),
         }
 
