@@ -102,11 +102,6 @@ class EnginePlace:
     key: str = ""
     """"": the engine belongs to the run that starts it."""
 
-    @property
-    def reached_from_here(self) -> str:
-        """Host for connections from this machine."""
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
-
 
 class EngineServer(ServerProcess):
     """Server of one engine. Start it from a thread that lives as long as the server
@@ -143,7 +138,7 @@ class EngineServer(ServerProcess):
         self._port = ReservedPort(place.port)
         self._temporary = TemporaryFolder("engine")
         self.url = f"http://{place.host}:{self._port.number}"
-        self._own_host = place.reached_from_here
+        self._own_host = "127.0.0.1" if place.host == "0.0.0.0" else place.host
         command = _command(config, model_path, self._port.number, host=place.host)
         command += passthrough  # a later flag wins
         env = {
@@ -363,12 +358,15 @@ def _command(
     command = [*PYTHON_MODULE, ENGINE_MODULE]
     for name, value in flags.items():
         command += [f"--{name}", value]
-    # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
-    command.append("--incremental-streaming-output")
-    command.append("--skip-server-warmup")
-    # Otherwise a GPU engine keeps a shared expert among the others, where weight
-    # updates do not look for it.
-    command.append("--disable-shared-experts-fusion")
+    command += [
+        # Chunks of new tokens only: cumulative log-probs in each chunk would be
+        # quadratic.
+        "--incremental-streaming-output",
+        "--skip-server-warmup",
+        # Otherwise a GPU engine keeps a shared expert among the others, where weight
+        # updates do not look for it.
+        "--disable-shared-experts-fusion",
+    ]
     if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:

@@ -5,6 +5,7 @@ Invariant: nothing here asks the trainer or the buffer's actor, and every questi
 another process has a deadline. All may be called from any thread."""
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,32 +83,25 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
     worker as a label: each such series restarts with its worker, which a sum over
     workers would hide from Prometheus."""
     sessions = answer["sessions"]
-    live = {(state,): float(sessions.get(state, 0)) for state in ("open", "unrewarded")}
-    requests: dict[Labels, float | Histogram] = {}
-    seconds: dict[Labels, float | Histogram] = {}
-    tokens: dict[Labels, float | Histogram] = {}
-    lag: dict[Labels, float | Histogram] = {}
-    starts: dict[Labels, float | Histogram] = {}
+    numbers: dict[str, dict[Labels, float | Histogram]] = defaultdict(dict)
+    for state in ("open", "unrewarded"):
+        count = float(sessions.get(state, 0))
+        numbers["invrl_gateway_sessions"][(state,)] = count
     for worker, counts in answer["workers"].items():
-        starts[(worker,)] = float(counts["starts"])
+        numbers["invrl_gateway_worker_starts"][(worker,)] = float(counts["starts"])
         for quantile, name in (("0.5", "p50"), ("0.99", "p99"), ("1", "max")):
-            lag[(worker, quantile)] = counts[name] / 1000
+            lag_s = counts[name] / 1000
+            numbers["invrl_gateway_loop_lag_seconds"][(worker, quantile)] = lag_s
         for kind, count in counts["tokens"].items():
-            tokens[(worker, kind)] = float(count)
+            numbers["invrl_gateway_tokens"][(worker, kind)] = float(count)
         for route, counted in counts["requests"].items():
             for status, count in counted["statuses"].items():
-                requests[(worker, route, status)] = float(count)
-            seconds[(worker, route)] = Histogram(
+                labels = (worker, route, status)
+                numbers["invrl_gateway_requests"][labels] = float(count)
+            numbers["invrl_gateway_request_seconds"][(worker, route)] = Histogram(
                 buckets=counted["buckets"], total=counted["seconds"]
             )
-    return {
-        "invrl_gateway_sessions": live,
-        "invrl_gateway_requests": requests,
-        "invrl_gateway_request_seconds": seconds,
-        "invrl_gateway_tokens": tokens,
-        "invrl_gateway_loop_lag_seconds": lag,
-        "invrl_gateway_worker_starts": starts,
-    }
+    return numbers
 
 
 @dataclass(slots=True)

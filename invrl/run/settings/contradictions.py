@@ -18,6 +18,7 @@ from invrl.run.settings.algorithm_contradictions import (
     ON_DATA,
     WITH_ROLLOUTS,
     Contradictions,
+    url_fault,
 )
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.train.cost.activation_memory import recomputed_modules
@@ -501,7 +502,7 @@ def _external_engines(config: Config) -> Contradictions:
         return
     field = "engine.external_engines"
     for url in engine.external_engines:
-        reason = _url_fault(url)
+        reason = _engine_url_fault(url)
         if reason:
             yield (
                 field,
@@ -530,18 +531,13 @@ def _external_engines(config: Config) -> Contradictions:
         yield "weights.transport", reason, fix
 
 
-def _url_fault(url: str) -> str:
+def _engine_url_fault(url: str) -> str:
     """Return what is wrong with the URL of an engine; "" if nothing is."""
-    try:
-        parts = urlsplit(url)
-        has_port = parts.port is not None
-    except ValueError as error:
-        return str(error)
-    if parts.scheme != "http" or not parts.hostname:
-        return "not an http:// URL"
-    if parts.username or parts.password:
-        return "it holds a user or a key, which come from the environment only"
-    if not has_port:
+    fault = url_fault(url, "http")
+    if fault:
+        return fault
+    parts = urlsplit(url)
+    if parts.port is None:
         return "it has no port"
     if parts.path not in ("", "/") or parts.query or parts.fragment:
         return "it has a path; an engine is called at its root"
@@ -686,13 +682,8 @@ _WITH_ROLLOUTS = (
 
 def _secrets(config: Config) -> Contradictions:
     """Secrets in the resolved configuration, which is written into the run folder."""
-    tables = {
-        "sglang": config.sglang,
-        "router": config.router,
-        "megatron": config.megatron,
-    }
-    for table, options in tables.items():
-        for name in options:
+    for table in ("sglang", "router", "megatron"):
+        for name in getattr(config, table):
             if any(part in name for part in _SECRET_PARTS):
                 reason = "invrl makes the keys of its private servers itself, new ones for each run"
                 yield (

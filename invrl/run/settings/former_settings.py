@@ -192,98 +192,90 @@ _NAMED_BY = {
 }
 """The setting and the value that load what was built in."""
 _OF_OTHER_PACKAGES = {"sglang", "router", "megatron"}
-_ABSENT: dict[str, dict[str, object]] = {
-    "run": {
-        "run_name": "",
-        "save_interval": 0,
-        "save_interval_s": 0,
-        "keep_checkpoints": 0,
-        "keep_best": 0,
-        "load_rollout_data": "",
-        "load_checkpoint": "",
-        "sample_interval_s": 0,
-        "log_samples": 0,
-        "otel_endpoint": "",
-        "wandb_project": "",
-        "metrics_port": 0,
-        "wandb_rollouts": 0,
-        "mlflow_tracking_uri": "",
-    },
-    "model": {
-        "model_path": "",
-        "reference_model_path": "",
-        "teacher_model_path": "",
-        "teacher_url": "",
-        "critic_model_path": "",
-    },
-    "data": {
-        "data_path": "",
-        "data_eval_path": "",
-        "data_eval_fraction": 0,
-        "data_epochs": 0,
-    },
-    "rollout": {
-        "rollout_function_path": "",
-        "reward_function_path": "",
-        "task_source_path": "",
-        "task_file": "",
-        "eval_task_file": "",
-        "curriculum": "none",
-        "curriculum_tasks": 0,
-        "rollout_worker_memory_gb": 0,
-        "rollout_top_logprobs": 0,
-        "eval_interval": 0,
-        "eval_tasks": 0,
-    },
-    "engine": {"engine_max_total_tokens": 0, "smg_environment": ""},
-    "gateway": {
-        "session_idle_timeout_s": 0,
-        "reward_deadline_s": 0,
-        "gateway_port": 0,
-        "gateway_public_url": "",
-        "chat_template_path": "",
-    },
-    "buffer": {
-        "max_filtered_batches": 0,
-        "max_identical_failures": 0,
-        "max_failures_at_start": 0,
-    },
-    "algorithm": {
-        "algorithm_preset": "",
-        "overlong_buffer": 0,
-        "overlong_length": 0,
-        "gae_length_alpha": 0,
-        "value_clip": 0,
-        "dual_clip": 0,
-        "correction_floor": 0,
-        "rejection": "none",
-        "rejection_low": 0,
-        "rejection_high": 0,
-        "router_shift_floor": 0,
-        "aggregation_constant": 0,
-        "length_weighting": "none",
-        "kl_coef": 0,
-        "kl_clamp": 0,
-        "kl_target": 0,
-        "reference_reset_steps": 0,
-        "reference_ema": 0,
-        "solved_nll_coef": 0,
-        "entropy_target": 0,
-        "entropy_ceiling": 0,
-    },
-    "train": {
-        "num_layers_in_first_pipeline_stage": 0,
-        "num_layers_in_last_pipeline_stage": 0,
-        "lr_decay_steps": 0,
-        "clip_grad": 0,
-        "critic_clip_grad": 0,
-        "critic_data_parallel_size": 0,
-        "moe_router_bias_update_rate": 0,
-        "max_row_tokens": 0,
-    },
-    "weight_sync": {"weight_folder": "", "weight_host": ""},
+_ABSENT: dict[object, tuple[str, ...]] = {
+    "": (
+        "run_name",
+        "load_rollout_data",
+        "load_checkpoint",
+        "otel_endpoint",
+        "wandb_project",
+        "mlflow_tracking_uri",
+        "model_path",
+        "reference_model_path",
+        "teacher_model_path",
+        "teacher_url",
+        "critic_model_path",
+        "data_path",
+        "data_eval_path",
+        "rollout_function_path",
+        "reward_function_path",
+        "task_source_path",
+        "task_file",
+        "eval_task_file",
+        "smg_environment",
+        "gateway_public_url",
+        "chat_template_path",
+        "algorithm_preset",
+        "weight_folder",
+        "weight_host",
+    ),
+    0: (
+        "save_interval",
+        "save_interval_s",
+        "keep_checkpoints",
+        "keep_best",
+        "sample_interval_s",
+        "log_samples",
+        "metrics_port",
+        "wandb_rollouts",
+        "data_eval_fraction",
+        "data_epochs",
+        "curriculum_tasks",
+        "rollout_worker_memory_gb",
+        "rollout_top_logprobs",
+        "eval_interval",
+        "eval_tasks",
+        "engine_max_total_tokens",
+        "session_idle_timeout_s",
+        "reward_deadline_s",
+        "gateway_port",
+        "max_filtered_batches",
+        "max_identical_failures",
+        "max_failures_at_start",
+        "overlong_buffer",
+        "overlong_length",
+        "gae_length_alpha",
+        "value_clip",
+        "dual_clip",
+        "correction_floor",
+        "rejection_low",
+        "rejection_high",
+        "router_shift_floor",
+        "aggregation_constant",
+        "kl_coef",
+        "kl_clamp",
+        "kl_target",
+        "reference_reset_steps",
+        "reference_ema",
+        "solved_nll_coef",
+        "entropy_target",
+        "entropy_ceiling",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "lr_decay_steps",
+        "clip_grad",
+        "critic_clip_grad",
+        "critic_data_parallel_size",
+        "moe_router_bias_update_rate",
+        "max_row_tokens",
+    ),
+    "none": (
+        "curriculum",
+        "rejection",
+        "length_weighting",
+    ),
 }
-"""Values that meant "none" before settings could be absent, by section and setting."""
+"""Settings by the value that meant "none" before they could be absent."""
 
 
 def former_fix(name: str) -> str:
@@ -315,11 +307,12 @@ def as_written_now(
     """Return the configuration of a recorded run with today's names, and `false` for
     what was absent. `section_of_table`: today's optional tables."""
     now = {table: dict(entries) for table, entries in tables.items()}
-    for section, absent in _ABSENT.items():
-        entries = now.get(section, {})
-        for key, value in absent.items():
-            if key in entries and entries[key] is not False and entries[key] == value:
-                entries[key] = False
+    for section in set(now) - _OF_OTHER_PACKAGES:
+        entries = now[section]
+        for value, names in _ABSENT.items():
+            for name in entries.keys() & names:
+                if entries[name] is not False and entries[name] == value:
+                    entries[name] = False
     if "algorithm" in now and "adaptations" not in now["algorithm"]:
         _name_plugins(now)
     if "kl_coef" in now.get("algorithm", {}):
