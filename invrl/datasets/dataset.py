@@ -61,13 +61,10 @@ class Dataset:
             try:
                 of_row = self.tokenizer.samples(row, draw.epoch)
             except UnusableRowError as error:
+                fault = unusable_row(_DATA_PATH, self.file, row.number, error)
                 if self.tokenizer.overlong == "refuse":
-                    raise unusable_row(
-                        _DATA_PATH, self.file, row.number, error
-                    ) from error
-                unusable.append(
-                    str(unusable_row(_DATA_PATH, self.file, row.number, error))
-                )
+                    raise fault from error
+                unusable.append(str(fault))
                 continue
             samples += of_row
             skipped += not of_row

@@ -172,4 +172,4 @@ def find_smg(folder: str | None) -> Smg:
     answer = msgspec.json.decode(process.stdout, type=_Answer)
     if answer.version != VERSION:
         raise refusal(f"{environment} has version {answer.version}, not {VERSION}")
-    return Smg(python=python, version=answer.version, options=answer.options)
+    return Smg(python=python, version=VERSION, options=answer.options)
