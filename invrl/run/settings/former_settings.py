@@ -315,9 +315,12 @@ def as_written_now(
                     entries[name] = False
     if "algorithm" in now and "adaptations" not in now["algorithm"]:
         _name_plugins(now)
-    if "kl_coef" in now.get("algorithm", {}):
-        _move_tables(now, section_of_table)
+    is_without_tables = "kl_coef" in now.get("algorithm", {})
+    if is_without_tables:
+        _begin_tables(now)
     _move_settings(now)
+    if is_without_tables:
+        _drop_tables(now, section_of_table)
     return now
 
 
@@ -374,7 +377,7 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
 
 
 def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
-    """Moves settings to the tables and names that they have now."""
+    """Move settings to the tables and names that they have now."""
     for section in set(tables) - _OF_OTHER_PACKAGES:
         for old in list(tables[section]):
             new = FORMER_NAMES.get(old)
@@ -402,63 +405,59 @@ _CRITIC: dict[str, object] = {
     "value_clip": 0.2,
 }
 """Former defaults of a critic."""
+_ANCHORS = {
+    "kl": ("coefficient",),
+    "entropy": ("coefficient",),
+    "overlong": ("buffer",),
+    "rejection": ("kind",),
+    "curriculum": ("kind",),
+    "teacher": ("model_path", "url"),
+    "wandb": ("project",),
+}
+"""Settings without which a feature was off, by its table."""
 
 
-def _move_tables(
-    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
-) -> None:
-    """Move settings into what is a table today, or drop them if the feature was off."""
+def _begin_tables(tables: dict[str, dict[str, Any]]) -> None:
+    """Begin the tables whose kind, or whose objective, another setting named."""
+    for section, table in (("algorithm", "rejection"), ("rollout", "curriculum")):
+        kind = tables.get(section, {}).pop(table, None)
+        if isinstance(kind, str):
+            tables[table] = {"kind": kind}
     algorithm = tables["algorithm"]
     beta = algorithm.pop("preference_beta", 0.1)
     smoothing = algorithm.pop("label_smoothing", 0.0)
     objective = algorithm.get("objective")
-    policy_loss = str(algorithm.get("policy_loss"))
-    policy_loss = {"dppo_tv": "dppo", "dppo_kl": "dppo"}.get(policy_loss, policy_loss)
-    is_on = {
-        "critic": algorithm.get("advantage") == "gae",
-        "difficulty": tables.get("buffer", {}).get("group_filter")
-        == "medium_difficulty",
-        "entropy": bool(algorithm.get("entropy_coef")),
-    }
-    for section, key, table in (
-        ("algorithm", "rejection", "rejection"),
-        ("rollout", "curriculum", "curriculum"),
-    ):
-        kind = tables.get(section, {}).pop(key, None)
-        if isinstance(kind, str):
-            tables[table] = {"kind": kind}
     if objective in ("dpo", "ipo", "kto"):
         tables[objective] = {"beta": beta}
     if objective in ("dpo", "simpo"):
         tables.setdefault(objective, {})["label_smoothing"] = smoothing
-    for section in list(tables.values()):
-        for old in list(section):
-            table, _, key = FORMER_NAMES.get(old, "").partition(".")
-            if table not in section_of_table:
-                continue
-            value = section.pop(old)
-            if key:
-                tables.setdefault(table, {})[key] = value
-            elif value:
-                tables.setdefault(table, {})
-    for table, anchors in (
-        ("kl", ("coefficient",)),
-        ("overlong", ("buffer",)),
-        ("rejection", ("kind",)),
-        ("curriculum", ("kind",)),
-        ("teacher", ("model_path", "url")),
-        ("wandb", ("project",)),
-    ):
+
+
+def _drop_tables(
+    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
+) -> None:
+    """Drop the tables of features that were off."""
+    algorithm = tables["algorithm"]
+    critic = tables.get("critic", {})
+    objective = str(algorithm.get("objective"))
+    policy_loss = str(algorithm.get("policy_loss"))
+    group_filter = tables.get("buffer", {}).get("group_filter")
+    is_on = {
+        # an objective of the user's own may read values with any advantage
+        "critic": algorithm.get("advantage") == "gae"
+        or (
+            ":" in objective
+            and any(critic.get(key, value) != value for key, value in _CRITIC.items())
+        ),
+        "difficulty": group_filter == "medium_difficulty",
+        "dppo": policy_loss in ("dppo_tv", "dppo_kl", "dppo"),
+    }
+    for table, anchors in _ANCHORS.items():
         entries = tables.get(table, {})
         is_on[table] = any(entries.get(anchor) for anchor in anchors)
-    if ":" in str(objective):  # it may read values with any advantage
-        critic = tables.get("critic", {})
-        is_on["critic"] |= any(
-            critic.get(key, value) != value for key, value in _CRITIC.items()
-        )
     for table in ("dpo", "ipo", "simpo", "orpo", "kto"):
         is_on[table] = objective == table
-    for table in ("sapo", "rejection_gate", "dppo", "vespo"):
+    for table in ("sapo", "rejection_gate", "vespo"):
         is_on[table] = policy_loss == table
     for table, section in section_of_table.items():
         if not is_on.get(table, table in tables):
