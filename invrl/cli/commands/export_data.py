@@ -28,8 +28,9 @@ from invrl.observe.samples.best_samples import (
 from invrl.observe.samples.samples import read_samples
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.exports.exported_rows import ExportedRows, ExportOptions, ExportReport
-from invrl.run.settings.config import Config, ModelConfig
+from invrl.run.settings.config import Config
 from invrl.run.settings.resolved_config import load_resolved
+from invrl.run.settings.run_config import ModelConfig
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types.tasks import Json
