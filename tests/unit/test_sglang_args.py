@@ -26,7 +26,7 @@ from invrl.engines.launch.sglang_args import (
     sglang_parser,
 )
 from invrl.errors import ConfigError
-from invrl.run.settings.contradictions import _SEEDED_BACKENDS
+from invrl.run.settings.engine_contradictions import _SEEDED_BACKENDS
 from invrl.run.settings.other_trainers import ANSWERS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
