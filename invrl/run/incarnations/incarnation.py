@@ -113,11 +113,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     if traces is not None:
         sinks.append(PhaseTraces(traces))
-    rows = [
-        row
-        for row in read_metrics(folder.metrics_path)
-        if (row["step"] or 0) <= start.step
-    ]
+    rows = read_metrics(folder.metrics_path)
     observer = RunObserver(
         [*sinks, open_progress(config.run.log.progress, num_steps, rows)]
     )
