@@ -301,9 +301,9 @@ def _post(
         meanwhile()
         if time.monotonic() > deadline:
             raise TimeoutError
-    with http.getresponse() as answer:
-        answer.read()
-        return answer.status
+    with http.getresponse() as response:
+        response.read()
+        return response.status
 
 
 def max_total_tokens(config: EngineConfig) -> int | None:

@@ -2,7 +2,7 @@
 for an evaluation the held-out sets that `eval.sets` names, or the one unnamed set.
 
 Invariants: the same split and seed give the same tasks in the same order; a source or
-curriculum that is told outcomes does so for the same outcomes; "eval" is finite and its
+curriculum that records outcomes does so for the same outcomes; "eval" is finite and its
 ids are distinct (later tasks with an id that occurred before are called "id@1", "id@2",
 ...; the buffer does the same for "train"). `check_tasks` and `load_eval_sets` find
 every mistake before a process starts. `load_tasks` supplies the buffer and the

@@ -296,7 +296,7 @@ async def start_cluster(
             yield cluster
         except BaseException as error:
             interrupted = isinstance(error, asyncio.CancelledError)
-            # After a failure the next incarnation may go on, and environments are to
+            # After a failure the next incarnation may continue, and environments are to
             # ask again.
             if interrupted or not config.run.max_restarts:
                 cluster.end_external_environments()

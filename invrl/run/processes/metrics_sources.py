@@ -78,16 +78,16 @@ def read_gateway(
         return http.get("/metrics").raise_for_status().json()
 
 
-def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
+def gateway_numbers(reply: Mapping[str, Any]) -> Numbers:
     """Convert an answer of `read_gateway`. Counts since a worker's start keep the
     worker as a label: each such series restarts with its worker, which a sum over
     workers would hide from Prometheus."""
-    sessions = answer["sessions"]
+    sessions = reply["sessions"]
     numbers: dict[str, dict[Labels, float | Histogram]] = defaultdict(dict)
     for state in ("open", "unrewarded"):
         count = float(sessions.get(state, 0))
         numbers["invrl_gateway_sessions"][(state,)] = count
-    for worker, counts in answer["workers"].items():
+    for worker, counts in reply["workers"].items():
         numbers["invrl_gateway_worker_starts"][(worker,)] = float(counts["starts"])
         for quantile, name in (("0.5", "p50"), ("0.99", "p99"), ("1", "max")):
             lag_s = counts[name] / 1000

@@ -110,25 +110,25 @@ def _process_kinds(
 
 
 async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
-    """Sample the engines that answer."""
+    """Sample the engines that reply."""
     engines = dict(serving.fleet.engines)
     asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    replies = await asyncio.gather(*asked, return_exceptions=True)
     samples: list[EngineSample] = []
-    for name, answer in zip(engines, answers, strict=True):
-        if isinstance(answer, InvrlError):
-            logger.info("%s does not say how busy it is: %s", name, answer)
-        elif isinstance(answer, BaseException):
-            raise answer
+    for name, reply in zip(engines, replies, strict=True):
+        if isinstance(reply, InvrlError):
+            logger.info("%s does not say how busy it is: %s", name, reply)
+        elif isinstance(reply, BaseException):
+            raise reply
         else:
             samples.append(
                 EngineSample(
                     name=name,
-                    running=answer.running,
-                    waiting=answer.waiting,
-                    kv_use=answer.kv_use,
-                    cache_hit_rate=answer.cache_hit_rate or None,
-                    tokens_per_s=answer.tokens_per_s or None,
+                    running=reply.running,
+                    waiting=reply.waiting,
+                    kv_use=reply.kv_use,
+                    cache_hit_rate=reply.cache_hit_rate or None,
+                    tokens_per_s=reply.tokens_per_s or None,
                 )
             )
     return tuple(samples)
@@ -138,8 +138,8 @@ def _loop_lag_s(serving: Serving) -> float | None:
     """Return the longest lag of a worker's event loop in the last minute; None if the
     gateway does not report it."""
     try:
-        answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
-        return float(answer["loop_lag_ms"]["max"]) / 1000
+        reply = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
+        return float(reply["loop_lag_ms"]["max"]) / 1000
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         logger.info("the gateway does not say its lag: %r", error)
         return None

@@ -119,8 +119,8 @@ class Config(Section):
         return "held_out" if self.rollout.eval.interval else "reward"
 
     def settings(self) -> dict[str, dict[str, object]]:
-        """Every present setting by table and key, in the form that a TOML file has.
-        A table of a section stands beside the sections; `false` is what turns off a
+        """Every present setting by table and key, in the form that a TOML file has. A
+        table of a section is on the level of the sections; `false` is what turns off a
         setting or a table that a default would turn on."""
         tables: dict[str, dict[str, object]] = self.model_dump(mode="json")
         for name, section in SECTIONS.items():
@@ -160,7 +160,7 @@ UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
 
 
 class Table(NamedTuple):
-    """A table of a section. In a file it stands beside the sections."""
+    """A table of a section. In a file it is on the level of the sections."""
 
     section: str
     """Section that has it as a field."""
