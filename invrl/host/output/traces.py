@@ -159,13 +159,13 @@ def child_span(
 ) -> Iterator[SpanPlace | None]:
     """Make a span below the current one, which is current inside of the block; None if
     there is no current one, or if its trace is not sampled."""
-    from opentelemetry.context import Context
-    from opentelemetry.trace import set_span_in_context
-
     current = _current_span.get()
     if current is None:
         yield None
         return
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+
     tracer, parent = current
     context = set_span_in_context(parent, Context())
     span = tracer.start_span(name, context, attributes=dict(attributes or {}))
