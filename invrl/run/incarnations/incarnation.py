@@ -114,9 +114,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     if traces is not None:
         sinks.append(PhaseTraces(traces))
     rows = read_metrics(folder.metrics_path)
-    observer = RunObserver(
-        [*sinks, open_progress(config.run.log.progress, num_steps, rows)]
-    )
+    sinks.append(open_progress(config.run.log.progress, num_steps, rows))
+    observer = RunObserver(sinks)
     awaited = PhaseProgress(observer, phase)
     shown = ExitStack()
     shown.enter_context(incidents_shown(observer.note))

@@ -23,6 +23,7 @@ from invrl.interfaces import ChecksSettings
 from invrl.user_code.plugins import plugin_name
 
 if TYPE_CHECKING:
+    from invrl.algorithms.config import KlConfig
     from invrl.run.settings.config import Config
 
 Contradictions = Iterator[tuple[str, str, str]]
@@ -276,6 +277,11 @@ def _kl(config: Config) -> Contradictions:
             reason,
             "use --reference-placement cpu or device",
         )
+    yield from _kl_estimator(config, kl)
+
+
+def _kl_estimator(config: Config, kl: KlConfig) -> Contradictions:
+    algorithm = config.algorithm
     if kl.added_to == "loss" and kl.estimator == "k1":
         reason = (
             "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "

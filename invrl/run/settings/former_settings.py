@@ -327,8 +327,7 @@ def as_written_now(
 def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
     """Name the user code that was built in, with its settings in tables."""
     algorithm = tables["algorithm"]
-    weights = tables.get("length_weights")
-    is_weighted = weights is not None or bool(algorithm.get("length_weighting"))
+    is_weighted = "length_weights" in tables or algorithm.get("length_weighting")
     dppo = {**tables.get("dppo", {})}
     if "dppo_threshold" in algorithm:
         dppo["threshold"] = algorithm["dppo_threshold"]
@@ -352,24 +351,23 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
             tables.pop("dppo", None)
             algorithm.pop("dppo_threshold", None)
     entropy = plugin.get("AdaptiveEntropy", {})
-    is_learned = is_weighted and bool(plugin.get("LearnedExponent", {}).get("lr"))
-    is_weighted = is_learned or (
-        is_weighted and bool(plugin.get("LengthWeight", {}).get("exponent"))
-    )
+    lr = plugin.get("LearnedExponent", {}).get("lr")
+    exponent = plugin.get("LengthWeight", {}).get("exponent")
     is_on = {
         "RouterShift": "RouterShift" in plugin,
-        "LengthWeight": is_weighted,
-        "LearnedExponent": is_learned,
+        "LengthWeight": bool(is_weighted and (lr or exponent)),
+        "LearnedExponent": bool(is_weighted and lr),
         "AdaptiveKL": "AdaptiveKL" in plugin,
         "AdaptiveEntropy": bool({"target", "ceiling"} & entropy.keys()),
     }
-    algorithm["ratio_weight"] = is_on["RouterShift"] and _NAMED_BY["RouterShift"][1]
-    algorithm["sample_weight"] = is_weighted and _NAMED_BY["LengthWeight"][1]
-    algorithm["adaptations"] = [
-        path
-        for name, (setting, path) in _NAMED_BY.items()
-        if setting == "adaptations" and is_on[name]
-    ]
+    adaptations: list[str] = []
+    for name, is_used in is_on.items():
+        setting, path = _NAMED_BY[name]
+        if setting != "adaptations":
+            algorithm[setting] = is_used and path
+        elif is_used:
+            adaptations.append(path)
+    algorithm["adaptations"] = adaptations
     named = {plugin_name(str(algorithm.get(setting))) for setting in FORMER_VALUES}
     tables["plugin"] = {
         name: table for name, table in plugin.items() if is_on.get(name, name in named)
