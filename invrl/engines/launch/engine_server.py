@@ -33,10 +33,10 @@ from invrl.errors import ServerError
 from invrl.host.files.temporary_folder import TemporaryFolder
 from invrl.host.network.ports import ReservedPort
 from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.host.processes.process import (
     ENDED,
     PYTHON_MODULE,
-    Forks,
     ServerProcess,
     process_state,
     process_tree,
@@ -122,7 +122,7 @@ class EngineServer(ServerProcess):
         api_key: str | None = None,
         place: "EnginePlace | None" = None,
         log: LogSettings | None = None,
-        parent: Forks | None = None,
+        parent: ForkParent | None = None,
     ) -> None:
         """`api_key`: None makes a random one. `place`: None for a free port of loopback
         and a random key. `log`: None for the defaults. `parent`: forks the engine;
