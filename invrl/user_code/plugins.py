@@ -77,11 +77,19 @@ def takes_keyword(
 def load_group_filter(
     path: str, built_ins: Mapping[str, GroupFilter | HistoryGroupFilter]
 ) -> GroupFilter | HistoryGroupFilter:
-    """Load a group filter, which may have the form that takes `history`. Raises
-    PluginError."""
-    return load_plugin(
-        path, "group_filter", GroupFilter, built_ins, or_as=HistoryGroupFilter
-    )
+    """Load a group filter. A function with a parameter `history` is checked as the form
+    that takes it. Raises PluginError."""
+    if path in built_ins:
+        return built_ins[path]
+    make_error = partial(PluginError, "group_filter", path)
+    target, attribute = _find(path, list(built_ins), make_error)
+    if takes_history(target):
+        _check_call(target, attribute, HistoryGroupFilter, make_error)
+    else:
+        _check_call(
+            target, attribute, GroupFilter, make_error, or_as=HistoryGroupFilter
+        )
+    return cast(GroupFilter, target)
 
 
 def takes_history(group_filter: object) -> bool:
