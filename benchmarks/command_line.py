@@ -14,7 +14,7 @@ from invrl.families.registry import FAMILIES
 from invrl.host.network.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.output.utf8_mode import use_utf8
 from invrl.host.processes.environment_keys import hold_keys
-from invrl.run.settings.config import ModelConfig
+from invrl.run.settings.run_config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder, check_model_folder
 
 Settings = TypeVar("Settings")

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from aiohttp import web
 
-from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH
+from invrl.engines.inside_sglang.engine_routes import NAME_PATH
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
 from invrl.weights.loader.weight_loader import run

@@ -17,26 +17,12 @@ from invrl.datasets.order import RowOrder, split_off
 from invrl.datasets.rows import DataRow, data_file_kind, load_rows, unusable_row
 from invrl.datasets.samples import RowTokenizer, make_step_batch
 from invrl.errors import ConfigError, UnusableRowError
-from invrl.gateway.config import ContentTokens
-from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.batches import TrainBatch, TrainSample
 
 _DATA_PATH = "data.data_path"
 _EVAL_PATH = "data.eval_path"
 _ROWS_TOKENISED_AT_START = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelText:
-    """Converts messages to tokens: the model folder, the template that replaces its own
-    ("" for none), and the maximum length of a row in tokens."""
-
-    folder: Path
-    vocab_size: int
-    chat_template: str
-    keep_thinking: bool
-    special_tokens_in_content: ContentTokens
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +61,10 @@ class Dataset:
             try:
                 of_row = self.tokenizer.samples(row, draw.epoch)
             except UnusableRowError as error:
+                fault = unusable_row(_DATA_PATH, self.file, row.number, error)
                 if self.tokenizer.overlong == "refuse":
-                    raise unusable_row(
-                        _DATA_PATH, self.file, row.number, error
-                    ) from error
-                unusable.append(
-                    str(unusable_row(_DATA_PATH, self.file, row.number, error))
-                )
+                    raise fault from error
+                unusable.append(str(fault))
                 continue
             samples += of_row
             skipped += not of_row
@@ -160,9 +143,15 @@ def resolve_data_kind(config: DataConfig, objective: str) -> Kind:
 
 
 def load_dataset(
-    config: DataConfig, objective: str, model: ModelText, *, seed: int
+    config: DataConfig,
+    objective: str,
+    renderer: Renderer,
+    *,
+    max_tokens: int,
+    seed: int,
 ) -> Dataset:
-    """Read all files. Raises ConfigError for any error in them."""
+    """Read all files. `max_tokens`: the most of a row. Raises ConfigError for any error
+    in them."""
     kind = resolve_data_kind(config, objective)
     file = str(_absolute(config.data_path or ""))
     rows = load_rows(_DATA_PATH, file, kind)
@@ -179,13 +168,6 @@ def load_dataset(
         kept, held = split_off(len(rows), config.eval_fraction, seed)
         held_out = [rows[index] for index in held]
         rows = [rows[index] for index in kept]
-    renderer = load_renderer(
-        str(model.folder),
-        model.vocab_size,
-        chat_template=model.chat_template,
-        keep_thinking=model.keep_thinking,
-        special_tokens_in_content=model.special_tokens_in_content,
-    )
     return Dataset(
         file=file,
         rows=tuple(rows),
@@ -194,7 +176,7 @@ def load_dataset(
         tokenizer=RowTokenizer(
             renderer=renderer,
             kind=kind,
-            max_tokens=model.max_tokens,
+            max_tokens=max_tokens,
             overlong=config.overlong,
         ),
         order=RowOrder(

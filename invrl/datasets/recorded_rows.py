@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.datasets.rows import Dialogue, read_row
-from invrl.datasets.trajectories import TokenizedTrajectory, trajectories
+from invrl.datasets.trajectories import TokenizedTrajectory, stretches, trajectories
 from invrl.errors import SessionError, UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
@@ -249,14 +249,6 @@ def _thinking(renderer: Renderer, trajectory: RecordedTrajectory) -> bool | None
 # ----------------------------------------------------------------- comparison
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Neighbouring tokens that are all trained, or all context."""
-
-    is_trained: bool
-    text: str
-
-
 def _compare(
     renderer: Renderer,
     trajectory: RecordedTrajectory,
@@ -267,7 +259,7 @@ def _compare(
         same_tokens = np.array_equal(row.tokens_T, trajectory.tokens_T)
         if same_tokens and np.array_equal(row.trained_T, trajectory.trained_T):
             return Fidelity.SAME_TOKENS
-        if _stretches(renderer, row.tokens_T, row.trained_T) == _stretches(
+        if _texts(renderer, row.tokens_T, row.trained_T) == _texts(
             renderer, trajectory.tokens_T, trajectory.trained_T
         ):
             return Fidelity.SAME_TEXT
@@ -303,18 +295,15 @@ def _ends_turns(renderer: Renderer, trajectory: RecordedTrajectory) -> bool:
 def _replies(
     renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]
 ) -> list[str]:
-    stretches = _stretches(renderer, tokens_T, trained_T)
-    return [stretch.text for stretch in stretches if stretch.is_trained]
+    texts = _texts(renderer, tokens_T, trained_T)
+    return [text for text, is_trained in texts if is_trained]
 
 
-def _stretches(
+def _texts(
     renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]
-) -> list[_Stretch]:
-    changes = np.flatnonzero(np.diff(trained_T.astype(np.int8))) + 1
-    stretches: list[_Stretch] = []
-    begin = 0
-    for end in [*changes.tolist(), len(tokens_T)]:
-        text = renderer.decode(tokens_T[begin:end].tolist())
-        stretches.append(_Stretch(bool(trained_T[begin]), text))
-        begin = end
-    return stretches
+) -> list[tuple[str, bool]]:
+    """Return the text of each stretch, and whether it is trained."""
+    return [
+        (renderer.decode(tokens_T[place].tolist()), bool(trained_T[place.start]))
+        for place in stretches(trained_T)
+    ]

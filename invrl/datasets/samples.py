@@ -22,7 +22,7 @@ import numpy as np
 
 from invrl.datasets.config import Kind
 from invrl.datasets.rows import DataRow
-from invrl.datasets.trajectories import TokenizedTrajectory, trajectories
+from invrl.datasets.trajectories import TokenizedTrajectory, stretches, trajectories
 from invrl.errors import UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types.batches import TrainBatch, TrainSample
@@ -64,12 +64,9 @@ class RowTokenizer:
     def shown(self, sample: TrainSample) -> str:
         """Return the text of a sample, with its trained parts in [[ ]]."""
         parts: list[str] = []
-        begin = 0
-        changes = np.flatnonzero(np.diff(sample.loss_mask_T.astype(np.int8))) + 1
-        for end in [*changes.tolist(), len(sample.tokens_T)]:
-            text = self.renderer.decode(sample.tokens_T[begin:end].tolist())
-            parts.append(f"[[{text}]]" if sample.loss_mask_T[begin] else text)
-            begin = end
+        for place in stretches(sample.loss_mask_T):
+            text = self.renderer.decode(sample.tokens_T[place].tolist())
+            parts.append(f"[[{text}]]" if sample.loss_mask_T[place.start] else text)
         return "".join(parts)
 
     def _fitting(self, of_side: list[TokenizedTrajectory]) -> list[TokenizedTrajectory]:

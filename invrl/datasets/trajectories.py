@@ -18,6 +18,7 @@ begins a new trajectory, with its whole history as context. A rollout forks in t
 way.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +36,12 @@ class TokenizedTrajectory:
 
     tokens_T: NDArray[np.int32]
     trained_T: NDArray[np.bool_]
+
+
+def stretches(trained_T: NDArray[np.bool_]) -> Iterator[slice]:
+    """Yield the places of neighbouring tokens that are all trained, or all context."""
+    changes = np.flatnonzero(np.diff(trained_T.astype(np.int8))) + 1
+    yield from map(slice, [0, *changes.tolist()], [*changes.tolist(), len(trained_T)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,9 @@ def returned_at(function: Callable[..., Any]) -> str:
         return ""
     try:
         definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
-        returns = list(_return_statements(definition))
+        returns = [
+            node for node in own_nodes(definition) if isinstance(node, ast.Return)
+        ]
     except (SyntaxError, IndexError):  # a lambda in the middle of an expression
         returns = []
     line_number = first_line
@@ -124,14 +126,13 @@ def _source_file(function: Callable[..., Any]) -> str:
         return ""
 
 
-def _return_statements(function: ast.AST) -> Iterator[ast.Return]:
-    """Yield the return statements of the function itself, without those of functions
-    and classes inside it."""
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of the function itself, without functions and classes inside
+    it."""
     for child in ast.iter_child_nodes(function):
-        if isinstance(child, ast.Return):
+        if not isinstance(child, _INNER_SCOPES):
             yield child
-        elif not isinstance(child, _INNER_SCOPES):
-            yield from _return_statements(child)
+            yield from own_nodes(child)
 
 
 def _format_line(file: str, line_number: int, function_name: str) -> str:

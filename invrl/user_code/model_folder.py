@@ -50,8 +50,9 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
             "a checkpoint without a folder hugging_face",
             "give another checkpoint",
         )
-    vocab_size = _check_config(path, families)
-    _check_weights(path, vocab_size)
+    config = _read_json(path / "config.json", path)
+    vocab_size = _check_config(path, config, families)
+    _check_weights(path, config, vocab_size)
     end_ids(path)
     tokenizer = read_tokenizer(path)
     highest_id = max(tokenizer.get_vocab().values(), default=-1)
@@ -217,9 +218,8 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     return value
 
 
-def _check_config(path: Path, families: Collection[str]) -> int:
+def _check_config(path: Path, config: dict[str, Any], families: Collection[str]) -> int:
     """Check config.json. Returns the size of the vocabulary that it declares."""
-    config = _read_json(path / "config.json", path)
     model_type = config.get("model_type")
     vocab_size = config.get("vocab_size")
     if model_type not in families:
@@ -294,7 +294,7 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
         raise _refuse(shard.parent, f"{shard.name} is damaged: {error}") from error
 
 
-def _check_weights(path: Path, vocab_size: int) -> None:
+def _check_weights(path: Path, config: dict[str, Any], vocab_size: int) -> None:
     """Check that every shard is complete and has its tensors of the index, that the
     embedding has a row for every id of the vocabulary, and that there is an output
     layer."""
@@ -306,7 +306,6 @@ def _check_weights(path: Path, vocab_size: int) -> None:
         raise _refuse(
             path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows"
         )
-    config = _read_json(path / "config.json", path)
     is_tied = config.get(
         "tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT
     )

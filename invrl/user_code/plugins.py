@@ -58,16 +58,19 @@ def load_reward_function(path: str) -> RewardFn:
     return load_plugin(path, "reward_function_path", RewardFn)
 
 
-def takes_keyword(function: Callable[..., object], name: str) -> bool:
-    """Whether the function has a parameter of this name that can be given by keyword.
-    `**kwargs` does not count."""
+def takes_keyword(
+    function: Callable[..., object], name: str, *, after: int = 0
+) -> bool:
+    """Whether the function has a parameter of this name that can be given by keyword,
+    behind its first `after` ones. `**kwargs` does not count."""
     try:
-        parameter = inspect.signature(function).parameters.get(name)
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a C function without a signature
         return False
-    return parameter is not None and parameter.kind in (
-        parameter.KEYWORD_ONLY,
-        parameter.POSITIONAL_OR_KEYWORD,
+    return any(
+        parameter.name == name
+        and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters[after:]
     )
 
 
@@ -93,14 +96,7 @@ def takes_history(group_filter: object) -> bool:
     """Whether the group filter has a parameter `history` besides its first one."""
     if not callable(group_filter) or inspect.isclass(group_filter):
         return False
-    try:
-        parameters = list(inspect.signature(group_filter).parameters.values())
-    except ValueError:  # a C function without a signature
-        return False
-    return any(
-        parameter.name == "history" and parameter.kind is not parameter.POSITIONAL_ONLY
-        for parameter in parameters[1:]
-    )
+    return takes_keyword(group_filter, "history", after=1)
 
 
 def load_plugin(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from invrl.user_code.frame import is_user_file, undecorated
+from invrl.user_code.frame import is_user_file, own_nodes, undecorated
 
 BLOCKING = frozenset(
     {
@@ -105,24 +105,14 @@ def _async_calls(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str
         node for node in definitions if isinstance(node, ast.AsyncFunctionDef)
     ]
     while pending:
-        for call in _own_calls(pending.pop(0)):
-            called = ast.unparse(call.func)
+        for node in own_nodes(pending.pop(0)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
             if called in names:
-                yield called, call.lineno
+                yield called, node.lineno
             elif called in reached:
                 pending.append(reached.pop(called))
-
-
-def _own_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls that the function itself makes, without those of functions inside
-    it."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call):
-            yield child
-        if not isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
-        ):
-            yield from _own_calls(child)
 
 
 def _user_files(function: Callable[..., Any]) -> Iterator[Path]:

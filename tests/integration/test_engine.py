@@ -27,7 +27,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.engine_health import QUESTIONS, Updated, engine_death
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
-from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH, PAUSE_PATH
+from invrl.engines.inside_sglang.engine_routes import NAME_PATH, PAUSE_PATH
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.engines.launch.engine_server import EngineServer
 from invrl.errors import ServerError, SessionError

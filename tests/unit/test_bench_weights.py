@@ -48,7 +48,7 @@ from benchmarks.weights import benchmark_weights
 from invrl.cli.main import run_with_exit_code
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.client.weight_receiver import ArenaReceiver
-from invrl.engines.inside_sglang.weight_update_routes import PAUSE_PATH
+from invrl.engines.inside_sglang.engine_routes import PAUSE_PATH
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
 from invrl.weights.config import ArenaWeights

@@ -22,8 +22,9 @@ from invrl.cli.command_settings import settings_for_command
 from invrl.errors import ConfigError, ServerError
 from invrl.run.processes import supervisor
 from invrl.run.processes.driver_commands import INCARNATION_COMMAND
-from invrl.run.settings.config import Config, ModelConfig, Source, resolve
+from invrl.run.settings.config import Config, Source, resolve
 from invrl.run.settings.resolved_config import load_resolved
+from invrl.run.settings.run_config import ModelConfig
 from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from invrl.datasets.config import DataConfig
-from invrl.datasets.dataset import Dataset, ModelText, load_dataset
+from invrl.datasets.dataset import Dataset, load_dataset
 from invrl.errors import ConfigError
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.types.batches import TrainedCounts
 
 ASK = {"role": "user", "content": "2+2?"}
@@ -35,15 +36,14 @@ def dataset(
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(data_path=str(file), **settings)
-    text = ModelText(
-        folder=model,
-        vocab_size=512,
+    renderer = load_renderer(
+        str(model),
+        512,
         chat_template="",
         keep_thinking=True,
         special_tokens_in_content="plain",
-        max_tokens=max_tokens,
     )
-    return load_dataset(config, objective, text, seed=1)
+    return load_dataset(config, objective, renderer, max_tokens=max_tokens, seed=1)
 
 
 def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
@@ -204,16 +204,15 @@ def test_row_that_the_template_refuses_is_skipped_and_named(
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
-    text = ModelText(
-        folder=model,
-        vocab_size=512,
+    renderer = load_renderer(
+        str(model),
+        512,
         chat_template=str(tmp_path / "template.jinja"),
         keep_thinking=True,
         special_tokens_in_content="plain",
-        max_tokens=200,
     )
     config = DataConfig(data_path=str(tmp_path / "rows.jsonl"), batch_size=3)
-    data = load_dataset(config, "sft", text, seed=0)
+    data = load_dataset(config, "sft", renderer, max_tokens=200, seed=0)
     with pytest.raises(ConfigError, match=r"line 2: .*no digits"):
         data.check_tokens()
     step = data.step(1)

@@ -22,7 +22,8 @@ from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks.sinks import JsonlSink
 from invrl.run.processes import served_metrics
 from invrl.run.processes.served_metrics import ServedMetrics
-from invrl.run.settings.config import Config, MetricsConfig, resolve
+from invrl.run.settings.config import Config, resolve
+from invrl.run.settings.run_config import MetricsConfig
 from invrl.store.run_folder import RunFolder
 
 

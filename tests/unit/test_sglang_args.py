@@ -16,7 +16,6 @@ from invrl.engines.client.generation import NEUTRAL_SAMPLING
 from invrl.engines.launch import sglang_args
 from invrl.engines.launch.sglang_args import (
     ROUTER_OWNED,
-    SGLANG_HARMLESS,
     SGLANG_OWNED,
     SGLANG_REFUSED,
     entry_for,
@@ -27,7 +26,7 @@ from invrl.engines.launch.sglang_args import (
     sglang_parser,
 )
 from invrl.errors import ConfigError
-from invrl.run.settings.contradictions import _SEEDED_BACKENDS
+from invrl.run.settings.engine_contradictions import _SEEDED_BACKENDS
 from invrl.run.settings.other_trainers import ANSWERS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
@@ -129,6 +128,39 @@ _SAMPLES = re.compile(
     r"sampl|logit|penalt|temperature|seed|specul|truncat|think|dllm|diffus|hook|thresh.*accept"
 )
 _CACHES = re.compile(r"cache|lmcache|flexkv|hicache|linker|kv_events")
+SGLANG_HARMLESS = {
+    "sampling_defaults": "where SGLang's OpenAI routes take their defaults from; /generate has none",
+    "sampling_backend": "another kernel for the same distribution; seeded sampling has a check of its own",
+    "sampling_mask_max_tokens": "bounds an answer that nobody of ours asks for",
+    "mlx_enable_sampling": "of a device that we do not run on",
+    "disable_radix_cache": "less is cached",
+    "enable_hierarchical_cache": "the copy in host memory is cleared with the cache at each update",
+    "hicache_": "size and layout of that copy (its storage is refused)",
+    "enable_session_radix_cache": "for sessions of SGLang's own, which nobody of ours opens",
+    "radix_eviction_": "what is cached for how long within one weight version",
+    "enable_cache_report": "a number in answers of the OpenAI routes",
+    "strip_thinking_cache": "less is cached",
+    "disable_chunked_prefix_cache": "another way to compute the same prefill",
+    "mamba_radix_cache_strategy": "what is cached for how long within one weight version",
+    "kv_cache_dtype": "precision of compute, like a kernel's: the log-probs are those that were sampled from",
+    "prefill_only_disable_kv_cache": "for models that do not sample",
+    "mm_preprocess_cache_size_mb": "pixels, before any weight is used",
+    "enable_prefix_mm_cache": "for servers that only encode",
+    "enable_dsa_cache_layer_split": "where KV lies",
+    "linear_replayssm_cache_len": "where a linear layer's state lies",
+    "enable_mamba_cache_stochastic_rounding": "precision of compute, like kv_cache_dtype",
+    "dsa_paged_mqa_logits_backend": "a kernel of attention",
+    "prefill_kv_cache_dequant_dtype": "precision of compute, like kv_cache_dtype",
+    "max_mamba_cache_size": "how much is cached within one weight version",
+    "mamba_cache_philox_rounds": "precision of compute, like kv_cache_dtype",
+    "enable_linker_mla_dedup": "nothing without the linker, which is refused",
+    "dllm_fdfo": "nothing without dllm_algorithm, which is refused",
+    "weight_loader_drop_cache_after_load": "the file system's cache of the model folder",
+    "disable_outlines_disk_cache": "grammars, which depend on no weight",
+    "default_chat_template_kwargs": "of SGLang's OpenAI routes; the gateway renders",
+}
+"""Field or prefix that seems to change sampling, or to keep KV -> reason that it does
+not."""
 
 
 def test_every_sampling_or_caching_option_is_classified() -> None:

@@ -11,7 +11,8 @@ from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
-from invrl.run.settings.config import Config, is_run_folder
+from invrl.run.settings.config import Config
+from invrl.run.settings.run_config import is_run_folder
 from invrl.weights.config import ArenaWeights
 
 _NO_LIMIT = 2**31

@@ -12,7 +12,7 @@ from invrl.gateway.rendering.template_check.template_check import (
 )
 from invrl.gateway.rendering.template_check.template_check import missing_tools, report
 from invrl.run.processes.driver_commands import FAILURE_EXIT
-from invrl.run.settings.config import ModelConfig
+from invrl.run.settings.run_config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder
 
 _NO_KEEP_THINKING = "--no-keep-thinking"

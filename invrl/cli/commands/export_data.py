@@ -34,8 +34,9 @@ from invrl.observe.samples.samples import read_samples
 from invrl.observe.samples.samples_text import count_text
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.exports.exported_rows import ExportedRows, ExportOptions, ExportReport
-from invrl.run.settings.config import Config, ModelConfig
+from invrl.run.settings.config import Config
 from invrl.run.settings.resolved_config import load_resolved
+from invrl.run.settings.run_config import ModelConfig
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types.tasks import Json

@@ -57,9 +57,12 @@ from invrl.engines.client.sglang_responses import (
     read_events,
 )
 from invrl.engines.inside_sglang.canary_priority import canary_rid
-from invrl.engines.inside_sglang.drain_route import DRAIN_PATH
-from invrl.engines.inside_sglang.loader_reply_route import REPLY_PATH
-from invrl.engines.inside_sglang.weight_update_routes import NAME_PATH, PAUSE_PATH
+from invrl.engines.inside_sglang.engine_routes import (
+    DRAIN_PATH,
+    NAME_PATH,
+    PAUSE_PATH,
+    REPLY_PATH,
+)
 from invrl.errors import (
     DeadlineError,
     NoEngineError,

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
-from invrl.engines.inside_sglang.loader_reply_route import REPLY_PREFIX
+from invrl.engines.inside_sglang.engine_routes import REPLY_PREFIX
 from invrl.errors import (
     ChecksumError,
     DeadlineError,

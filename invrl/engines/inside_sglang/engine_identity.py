@@ -7,7 +7,7 @@ from the name of the start, which the engine reports. A router therefore cannot 
 engine that was started again until the run has asked for the new name, which it does
 only to bring the engine up to date.
 
-Only the holder of the engine's key may ask, and the answer holds no key.
+Only the holder of the engine's key may ask, and the response holds no key.
 """
 
 from __future__ import annotations

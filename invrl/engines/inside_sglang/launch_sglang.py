@@ -31,15 +31,13 @@ from invrl.engines.inside_sglang.atomic_weight_load import (
 )
 from invrl.engines.inside_sglang.cache_flush import keep_memory_in_flushes
 from invrl.engines.inside_sglang.canary_priority import put_canaries_first
-from invrl.engines.inside_sglang.drain_route import add_drain_route
 from invrl.engines.inside_sglang.engine_identity import add_identity_route
 from invrl.engines.inside_sglang.engine_log import log_in_lines
+from invrl.engines.inside_sglang.engine_routes import add_routes
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
-from invrl.engines.inside_sglang.loader_reply_route import add_reply_route
 from invrl.engines.inside_sglang.routed_experts_label import respond_with_experts
 from invrl.engines.inside_sglang.server_info_keys import hide_keys_in_responses
-from invrl.engines.inside_sglang.weight_update_routes import add_update_routes
 from invrl.host import sglang_on_cpu
 from invrl.host.output.masked_keys import mask_keys_in_logs
 
@@ -142,10 +140,8 @@ def import_sglang() -> None:
     from sglang.srt.entrypoints import http_server  # noqa: F401
 
     hide_keys_in_responses()
-    add_drain_route()
     add_identity_route()
-    add_reply_route()
-    add_update_routes()
+    add_routes()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until it is written, as a collection does
     gc.enable()

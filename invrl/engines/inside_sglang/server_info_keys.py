@@ -1,8 +1,7 @@
-"""Keeps the keys of our private servers out of an engine's answers.
+"""Keeps the keys of our private servers out of an engine's responses.
 
-SGLang answers `/server_info` with all of its arguments, keys among them. (It logs them
-too, see `host/output/masked_keys.py`.)
-"""
+SGLang responds to `/server_info` with all of its arguments, keys among them. (It logs
+them too, see `host/output/masked_keys.py`.)"""
 
 import functools
 from typing import Any

@@ -103,7 +103,7 @@ class EngineLauncher:
     def launch(self, name: str, *, api_key: str | None) -> Engine:
         """Start an engine's process, in this thread: the kernel ends it together with
         the thread. The name of an external engine starts nothing. `api_key`: the one
-        that the engine must have; None: one of its own."""
+        that the engine must have; None: a random one."""
         server: EngineServer | ExternalEngine
         if name in self.external_urls:
             server = ExternalEngine(

@@ -33,10 +33,10 @@ from invrl.errors import ServerError
 from invrl.host.files.temporary_folder import TemporaryFolder
 from invrl.host.network.ports import ReservedPort
 from invrl.host.output.log_lines import LogSettings
+from invrl.host.processes.fork_parent import ForkParent
 from invrl.host.processes.process import (
     ENDED,
     PYTHON_MODULE,
-    Forks,
     ServerProcess,
     process_state,
     process_tree,
@@ -102,11 +102,6 @@ class EnginePlace:
     key: str = ""
     """"": the engine belongs to the run that starts it."""
 
-    @property
-    def reached_from_here(self) -> str:
-        """Host for connections from this machine."""
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
-
 
 class EngineServer(ServerProcess):
     """Server of one engine. Start it from a thread that lives as long as the server
@@ -127,7 +122,7 @@ class EngineServer(ServerProcess):
         api_key: str | None = None,
         place: "EnginePlace | None" = None,
         log: LogSettings | None = None,
-        parent: Forks | None = None,
+        parent: ForkParent | None = None,
     ) -> None:
         """`api_key`: None makes a random one. `place`: None for a free port of loopback
         and a random key. `log`: None for the defaults. `parent`: forks the engine;
@@ -143,7 +138,7 @@ class EngineServer(ServerProcess):
         self._port = ReservedPort(place.port)
         self._temporary = TemporaryFolder("engine")
         self.url = f"http://{place.host}:{self._port.number}"
-        self._own_host = place.reached_from_here
+        self._own_host = "127.0.0.1" if place.host == "0.0.0.0" else place.host
         command = _command(config, model_path, self._port.number, host=place.host)
         command += passthrough  # a later flag wins
         env = {
@@ -306,9 +301,9 @@ def _post(
         meanwhile()
         if time.monotonic() > deadline:
             raise TimeoutError
-    with http.getresponse() as answer:
-        answer.read()
-        return answer.status
+    with http.getresponse() as response:
+        response.read()
+        return response.status
 
 
 def max_total_tokens(config: EngineConfig) -> int | None:
@@ -363,12 +358,15 @@ def _command(
     command = [*PYTHON_MODULE, ENGINE_MODULE]
     for name, value in flags.items():
         command += [f"--{name}", value]
-    # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
-    command.append("--incremental-streaming-output")
-    command.append("--skip-server-warmup")
-    # Otherwise a GPU engine keeps a shared expert among the others, where weight
-    # updates do not look for it.
-    command.append("--disable-shared-experts-fusion")
+    command += [
+        # Chunks of new tokens only: cumulative log-probs in each chunk would be
+        # quadratic.
+        "--incremental-streaming-output",
+        "--skip-server-warmup",
+        # Otherwise a GPU engine keeps a shared expert among the others, where weight
+        # updates do not look for it.
+        "--disable-shared-experts-fusion",
+    ]
     if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:

@@ -115,16 +115,16 @@ class ExternalEngine:
         self.api_key = sampling_key(self.admin_key, identity.start)
         self._free(deadline_s=_ANSWER_DEADLINE_S)
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-        answer = self._call(
+        response = self._call(
             "POST",
             "/generate",
             body,
             key=self.api_key,
             deadline_s=_FIRST_TOKEN_DEADLINE_S,
         )
-        if answer.status_code != 200:
+        if response.status_code != 200:
             raise ServerError(
-                f"{self._called} answered its first request with {answer.status_code}"
+                f"{self._called} answered its first request with {response.status_code}"
             )
 
     def stop(self) -> None:
@@ -156,21 +156,21 @@ class ExternalEngine:
     def _ask_identity(self) -> EngineIdentity:
         """Request the identity. Raises ServerError if it does not answer (yet),
         ConfigError if it never will."""
-        answer = self._call("GET", IDENTITY_PATH, deadline_s=_ANSWER_DEADLINE_S)
-        if answer.status_code in (401, 403):
+        response = self._call("GET", IDENTITY_PATH, deadline_s=_ANSWER_DEADLINE_S)
+        if response.status_code in (401, 403):
             fix = f"give both the same {ENGINE_KEY} in their environments"
             raise ConfigError(_FIELD, self.url, "the engine refuses the key", fix)
-        if answer.status_code == 404:
+        if response.status_code == 404:
             raise ConfigError(
                 _FIELD,
                 self.url,
                 "the server there was not started by invrl",
                 _OUR_LAUNCHER,
             )
-        if answer.status_code != 200:
-            raise ServerError(f"it answers {IDENTITY_PATH} with {answer.status_code}")
+        if response.status_code != 200:
+            raise ServerError(f"it answers {IDENTITY_PATH} with {response.status_code}")
         try:
-            return msgspec.json.decode(answer.content, type=EngineIdentity)
+            return msgspec.json.decode(response.content, type=EngineIdentity)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"it answers as another version of invrl would: {error}"
             raise ConfigError(_FIELD, self.url, reason, _OUR_LAUNCHER) from error

@@ -191,9 +191,9 @@ class RouterServer(ServerProcess):
         headers = {"Authorization": f"Bearer {self.address.management_key}"}
         try:
             with direct_client(self.url, timeout_s=deadline_s, headers=headers) as http:
-                answer = http.request(method, path, json=body)
-            if answer.is_success:
-                return dict(answer.json())
+                response = http.request(method, path, json=body)
+            if response.is_success:
+                return dict(response.json())
         except (
             httpx.HTTPError,
             ValueError,
@@ -202,5 +202,5 @@ class RouterServer(ServerProcess):
                 f"the router does not answer {method} {path}: {error!r}"
             ) from error
         raise ServerError(
-            f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
+            f"the router answered {method} {path} with {response.status_code}: {response.text[:500]}"
         )

@@ -123,7 +123,7 @@ class Smg(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Output(msgspec.Struct, frozen=True):
     """Output of `print_smg_options.py`."""
 
     version: str
@@ -169,7 +169,7 @@ def find_smg(folder: str | None) -> Smg:
             f"exit code {process.returncode}"
         ]
         raise refusal(f"{environment} has none that works: {lines[-1]}")
-    answer = msgspec.json.decode(process.stdout, type=_Answer)
-    if answer.version != VERSION:
-        raise refusal(f"{environment} has version {answer.version}, not {VERSION}")
-    return Smg(python=python, version=answer.version, options=answer.options)
+    output = msgspec.json.decode(process.stdout, type=_Output)
+    if output.version != VERSION:
+        raise refusal(f"{environment} has version {output.version}, not {VERSION}")
+    return Smg(python=python, version=VERSION, options=output.options)

@@ -118,9 +118,5 @@ def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
 
 def _time(record: logging.LogRecord) -> str:
     """Return the time in UTC, in milliseconds."""
-    return (
-        datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[
-            :-3
-        ]
-        + "Z"
-    )
+    time = datetime.fromtimestamp(record.created, UTC)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

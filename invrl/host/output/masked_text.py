@@ -1,6 +1,7 @@
 """A text stream of a process, with keys masked."""
 
 import io
+import sys
 
 from invrl.host.output.masked_keys import without_keys
 
@@ -21,3 +22,9 @@ class MaskedText(io.TextIOWrapper):
     def write(self, text: str) -> int:
         super().write(without_keys(text))
         return len(text)
+
+
+def mask_output() -> None:
+    """Mask keys in what Python prints in this process from now on."""
+    sys.stdout = MaskedText(1)
+    sys.stderr = MaskedText(2)

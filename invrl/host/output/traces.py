@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -21,8 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span, SpanContext, Tracer
+    from opentelemetry.trace import Span, Tracer
 
 Attributes = Mapping[str, str | int | float]
 _QUEUE_SPANS = 16_384
@@ -31,10 +31,6 @@ _ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
 )
-_TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
-)
-"""W3C Trace Context, level 1. Later versions may append fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class Traces:
         that trace, or begins a new one if the header is missing or malformed.
         `child_span` makes spans below it."""
         span = self._tracer.start_span(
-            name, _context(_remote(traceparent)), attributes=dict(attributes)
+            name, _remote_context(traceparent), attributes=dict(attributes)
         )
         with _current(self._tracer, span):
             yield
@@ -128,7 +124,7 @@ class Traces:
         """Make a span of something that has ended, below another span, which may be of
         another process. Without `parent` it begins a trace. `start`, `end`: Unix
         seconds."""
-        context = _context(None if parent is None else _remote(parent.traceparent))
+        context = _remote_context("" if parent is None else parent.traceparent)
         span = self._tracer.start_span(
             name, context, attributes=dict(attributes), start_time=_ns(start)
         )
@@ -167,8 +163,12 @@ def child_span(
     if current is None:
         yield None
         return
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+
     tracer, parent = current
-    span = tracer.start_span(name, _context(parent), attributes=dict(attributes or {}))
+    context = set_span_in_context(parent, Context())
+    span = tracer.start_span(name, context, attributes=dict(attributes or {}))
     with _current(tracer, span):
         yield _place(span) if span.is_recording() else None
 
@@ -201,31 +201,17 @@ def _current(tracer: Tracer, span: Span) -> Iterator[None]:
         span.end()
 
 
-def _remote(traceparent: str) -> SpanContext | None:
-    """Return the span that a header names; None if it names none."""
-    from opentelemetry.trace import SpanContext, TraceFlags
-
-    match = _TRACEPARENT.fullmatch(traceparent.strip())
-    if match is None:
-        return None
-    trace_id, span_id, flags = (int(digits, 16) for digits in match.groups())
-    context = SpanContext(
-        trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & 1)
-    )
-    return context if context.is_valid else None
-
-
-def _context(parent: SpanContext | Span | None):
-    """Return OpenTelemetry's context for a new span. It is never the caller's context,
-    in which other libraries may have a span."""
+def _remote_context(traceparent: str) -> Context:
+    """Return OpenTelemetry's context below the span that a header names; an empty one
+    if it names none. It is never the caller's context, in which other libraries may
+    have a span."""
     from opentelemetry.context import Context
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import (
+        TraceContextTextMapPropagator,
+    )
 
-    if parent is None:
-        return Context()
-    if isinstance(parent, SpanContext):
-        parent = NonRecordingSpan(parent)
-    return set_span_in_context(parent, Context())
+    header = {"traceparent": traceparent}
+    return TraceContextTextMapPropagator().extract(header, Context())
 
 
 def _place(span: Span) -> SpanPlace:

@@ -1,4 +1,4 @@
-"""Time that a process has lived through, which measures silence and the deadlines of
+"""Time while a process was awake, which measures silence and the deadlines of
 sessions and leases.
 
 The machine's clock is for people. It jumps when it is set, and when a machine wakes up;
@@ -33,7 +33,7 @@ class Stopwatch:
         self._last_look = clock()
 
     def lap_s(self) -> float:
-        """Return the seconds lived through since the last reading."""
+        """Return the seconds awake since the last reading."""
         now = self._clock()
         elapsed_s = min(now - self._last_look, self._longest_gap_s)
         self._last_look = now
@@ -41,9 +41,9 @@ class Stopwatch:
 
 
 class AwakeClock:
-    """Clock of lived time, which must be read regularly. `word`: one uint64 of memory
-    that outlives the process, in which a later process with the same word continues to
-    count microseconds; by default the count begins at 0."""
+    """Clock of the time awake, which must be read regularly. `word`: one uint64 of
+    memory that outlives the process, in which a later process with the same word
+    continues to count microseconds; by default the count begins at 0."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AwakeClock:
         self._stopwatch = Stopwatch(longest_gap_s=_LONGEST_GAP_S, clock=clock)
 
     def now(self) -> float:
-        """Return the seconds lived through. They never decrease."""
+        """Return the seconds awake. They never decrease."""
         self._word[0] += round(self._stopwatch.lap_s() * _MICROSECONDS)
         return self._word[0] / _MICROSECONDS
 
@@ -67,8 +67,8 @@ async def awake_wait(
     return_when: str = asyncio.ALL_COMPLETED,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[set[FutureT], set[FutureT]]:
-    """Wait as `asyncio.wait` does, until `timeout_s` were lived through. Returns the
-    done and the pending futures."""
+    """Wait as `asyncio.wait` does, until this process was awake for `timeout_s`.
+    Returns the done and the pending futures."""
     awake_time = AwakeClock(clock=clock)
     while True:
         left_s = max(0.0, timeout_s - awake_time.now())

@@ -6,6 +6,8 @@ long as they should. Logs go to files, never to pipes: a grandchild that outlive
 parent would hold a pipe open.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets
@@ -15,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -24,6 +26,9 @@ from invrl.host.files.private_file import open_private
 from invrl.host.output.wait_lines import overload
 from invrl.host.processes.descendants import die_with_parent
 from invrl.host.processes.forked_process import ForkedProcess
+
+if TYPE_CHECKING:
+    from invrl.host.processes.fork_parent import ForkParent
 
 PYTHON_MODULE = (sys.executable, "-m")
 """Beginning of the command of a server that a parent may fork; its module and its
@@ -133,24 +138,12 @@ class RestartLimit:
         return allowed
 
 
-class Forks(Protocol):
-    """Interface of a process that has imported a server's module (`fork_parent.py`)."""
-
-    def fork(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        log: int,
-        keep: Sequence[int],
-    ) -> ForkedProcess: ...
-
-
 class ServerProcess:
     """A server with its log file. Its process starts when the object is made.
 
-    `keep` holds open file descriptors of ours that the server inherits. A `parent`,
-    which has imported the module that `command` runs, forks the process.
+    `keep` holds open file descriptors of ours that the server inherits. A `parent`
+    (`fork_parent.py`), which has imported the module that `command` runs, forks the
+    process.
     """
 
     grace_s = 5.0
@@ -164,7 +157,7 @@ class ServerProcess:
         log: Path,
         env: Mapping[str, str] | None = None,
         keep: Sequence[int] = (),
-        parent: Forks | None = None,
+        parent: ForkParent | None = None,
     ) -> None:
         self.name = name
         self.log = log

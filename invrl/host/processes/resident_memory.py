@@ -1,28 +1,14 @@
-"""Memory of the processes below this one, by kind.
-
-Reads one line of the kernel per process, without calling the processes.
-"""
+"""Memory of the processes below this one, by kind, without calling the processes."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+import psutil
+
 _NAME_BYTES = 15
 """Bytes of a process's name that the kernel keeps."""
-_PARENT = 1
-_RESIDENT_PAGES = 21
-"""Positions in /proc/PID/stat after the name, which may itself contain spaces and
-parentheses."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    name: str
-    parent: int
-    resident_bytes: int
 
 
 def resident_memory(
@@ -37,25 +23,30 @@ def resident_memory(
     the process or of its nearest ancestor, else `others`. Shared memory counts once for
     each process. Processes on other machines are not seen."""
     kernel_names = {name[:_NAME_BYTES]: kind for name, kind in names.items()}
-    processes = _all_processes()
-    known = {
-        pid: kernel_names[process.name]
-        for pid, process in processes.items()
-        if process.name in kernel_names
+    processes: dict[int, dict[str, Any]] = {
+        process.pid: process.info
+        for process in psutil.process_iter(["name", "ppid", "memory_info"])
     }
-    known.update(kinds)
+    known = dict(kinds)
+    for pid, process in processes.items():
+        name = process["name"][:_NAME_BYTES]
+        if name in kernel_names:
+            known.setdefault(pid, kernel_names[name])
     totals: dict[str, int] = {}
     for pid, process in processes.items():
         kind = own
         if pid != os.getpid():
             kind = _kind_below(pid, processes, known, others)
         if kind:
-            totals[kind] = totals.get(kind, 0) + process.resident_bytes
+            totals[kind] = totals.get(kind, 0) + process["memory_info"].rss
     return totals
 
 
 def _kind_below(
-    pid: int, processes: Mapping[int, _Process], kinds: Mapping[int, str], others: str
+    pid: int,
+    processes: Mapping[int, Mapping[str, Any]],
+    kinds: Mapping[int, str],
+    others: str,
 ) -> str:
     """Return the kind of a process below this one; "" for one of another family."""
     while pid in processes:
@@ -63,27 +54,5 @@ def _kind_below(
             return kinds[pid]
         if pid == os.getpid():
             return others
-        pid = processes[pid].parent
+        pid = processes[pid]["ppid"]
     return ""
-
-
-def _all_processes() -> dict[int, _Process]:
-    processes: dict[int, _Process] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            head, _, tail = (
-                (folder / "stat")
-                .read_text(errors="replace", encoding="utf-8")
-                .rpartition(")")
-            )
-        except OSError:  # it has ended
-            continue
-        fields = tail.split()
-        processes[int(folder.name)] = _Process(
-            name=head.partition("(")[2],
-            parent=int(fields[_PARENT]),
-            resident_bytes=int(fields[_RESIDENT_PAGES]) * _PAGE_BYTES,
-        )
-    return processes

@@ -38,7 +38,7 @@ class Role(Protocol):
 
 
 Parameters = ParamSpec("Parameters")
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 RoleT = TypeVar("RoleT", bound=Role)
 
 
@@ -64,13 +64,13 @@ class ActorHandle(Generic[RoleT]):
 
     async def call(
         self,
-        method: Callable[Concatenate[RoleT, Parameters], Awaitable[Answer]],
+        method: Callable[Concatenate[RoleT, Parameters], Awaitable[Reply]],
         deadline_s: float,
         /,
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
-    ) -> Answer:
-        """Call a method, given as `Class.method`, and wait for its answer. Raises
+    ) -> Reply:
+        """Call a method, given as `Class.method`, and wait for its reply. Raises
         ActorSilentError after `deadline_s`, ActorDiedError, and what the method
         raises."""
         name = method.__name__
@@ -78,14 +78,14 @@ class ActorHandle(Generic[RoleT]):
         try:
             # Not `await reference`: that turns Ray's TaskCancelledError into a
             # cancellation of ours.
-            answer = asyncio.wrap_future(reference.future())
+            reply = asyncio.wrap_future(reference.future())
             try:
-                done, _ = await awake_wait([answer], deadline_s)
+                done, _ = await awake_wait([reply], deadline_s)
             finally:
-                answer.cancel()
+                reply.cancel()
             if not done:
                 raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s)
-            return answer.result()
+            return reply.result()
         # In this order: an error raised in the actor is a RayTaskError and also has its
         # own class.
         except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
@@ -109,7 +109,7 @@ class ActorHandle(Generic[RoleT]):
         await ActorHeartbeat(self.name, self.beat, timeout_s=timeout_s).watch()
 
     def kill(self) -> None:
-        """End the process. Calls that wait for its answers raise ActorDiedError."""
+        """End the process. Calls that wait for its replies raise ActorDiedError."""
         ray.kill(self.ray_handle)
 
 

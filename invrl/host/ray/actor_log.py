@@ -6,11 +6,12 @@ from typing import Any
 
 import ray
 
+from invrl.host.processes.process import log_tail
 from invrl.host.ray.actor_heartbeat import Pulse
 from invrl.host.ray.actor_output import PROCESS_MARK
 
 _NUM_LINES = 12
-_TAIL_BYTES = 16_384
+_NUM_SEARCHED = 200
 _MARKS = (":job_id:", ":actor_name:", ":task_name:", PROCESS_MARK)
 """Beginnings of lines that identify the output that follows."""
 
@@ -24,7 +25,7 @@ def last_lines(pulse: Pulse | None) -> str:
     for log in sorted(_ray_logs().glob(f"worker-*-{pulse.pid}.err")):
         lines = [
             line
-            for line in _tail(log).splitlines()
+            for line in log_tail(log, _NUM_SEARCHED).splitlines()
             if line.strip() and not line.startswith(_MARKS)
         ]
         if lines:
@@ -42,9 +43,3 @@ def _ray_logs() -> Path:
     if node is None:
         return Path("/nonexistent")
     return Path(node.get_session_dir_path()) / "logs"
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        return file.read().decode(errors="replace")

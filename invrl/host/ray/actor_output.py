@@ -8,7 +8,7 @@ are masked in output from Python, but not in that of child processes.
 import sys
 
 from invrl.host.output.log_lines import LogSettings, write_log_lines
-from invrl.host.output.masked_text import MaskedText
+from invrl.host.output.masked_text import mask_output
 
 PROCESS_MARK = ":process:"
 """Beginning of that line, as distinct from those with which Ray begins its files."""
@@ -23,7 +23,6 @@ def mark_files(process: str, settings: LogSettings) -> None:
 def begin_output(process: str, settings: LogSettings) -> None:
     """Set up the output. Call this in the actor's process. Its log goes to its standard
     error, in our format."""
-    sys.stdout = MaskedText(1)
-    sys.stderr = MaskedText(2)
+    mask_output()
     mark_files(process, settings)
     write_log_lines(process, settings)

@@ -30,7 +30,8 @@ def prepare_ray() -> None:
     laptop they take more time than they save.
     """
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
-        return  # too late: whoever imported Ray has Ray's own token, in the home folder
+        # too late: the code that imported Ray has Ray's own token, in the home folder
+        return
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",

@@ -38,7 +38,8 @@ from invrl.store.timeline_file import (
 )
 
 if TYPE_CHECKING:
-    from invrl.run.settings.config import Config, RunConfig, WandbConfig
+    from invrl.run.settings.config import Config
+    from invrl.run.settings.run_config import RunConfig, WandbConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from invrl.run.settings.config import RunConfig
+    from invrl.run.settings.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")

@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from invrl.errors import PluginError
@@ -16,6 +17,7 @@ from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_
 
 MADE_UP_GROUP = "g-check"
 """Group id of the outcome with which `record` is tried."""
+_END = object()
 _METHODS = {
     "record": "record(self, outcome)",
     "state": "state(self)",
@@ -95,12 +97,10 @@ class _Check:
     def _next(self, tasks: Iterator[Any] | object) -> Task | None:
         """Return the next task; None at the end."""
         assert isinstance(tasks, Iterator)
-        try:
-            task = next(tasks)
-        except StopIteration:
+        with self._trying("__next__()"):
+            task = next(tasks, _END)
+        if task is _END:
             return None
-        except (Exception, SystemExit) as error:
-            raise self._raised("__next__()", error) from error
         fix = "let it yield invrl.types.Task objects"
         if not isinstance(task, Task):
             raise self._error(f"it yielded a {type(task).__name__}, not a Task", fix)
@@ -117,22 +117,14 @@ class _Check:
             num_solved=1,
             complete=True,
         )
-        try:
+        with self._trying(f"record() of the made-up outcome {outcome}"):
             tasks.record(outcome)
-        except (Exception, SystemExit) as error:
-            raise self._raised(
-                f"record() of the made-up outcome {outcome}", error
-            ) from error
 
     def _try_state(self, tasks: StateKeeper, restored: object) -> None:
         state = self._state(tasks)
         assert isinstance(restored, StateKeeper)
-        try:
+        with self._trying("restore() of what its state() returned"):
             restored.restore(state)
-        except (Exception, SystemExit) as error:
-            raise self._raised(
-                "restore() of what its state() returned", error
-            ) from error
         expected = self._next(tasks)
         found = self._next(restored)
         expected_id = None if expected is None else expected.id
@@ -146,22 +138,27 @@ class _Check:
             raise self._error(reason, fix)
 
     def _state(self, tasks: StateKeeper) -> Json:
+        with self._trying("state()"):
+            state = tasks.state()
         try:
-            return stored_state(tasks.state())
+            return stored_state(state)
         except TaskStateError as error:
             fix = "return JSON: None, numbers, strings, lists, and dicts whose keys are strings"
             raise self._error(
                 f"what its state() returns cannot be stored: {error}", fix
             ) from error
-        except (Exception, SystemExit) as error:
-            raise self._raised("state()", error) from error
 
-    def _raised(self, what: str, error: BaseException) -> PluginError:
-        shown = describe_exception(error)
-        line = raised_at(error)
-        if line:
-            shown += f" ({USER_FRAME_PREFIX}{line})"
-        return self._error(f"its {what} raised {shown}", "correct it")
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
+        """Raise PluginError for an error of the source within the block."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            shown = describe_exception(error)
+            line = raised_at(error)
+            if line:
+                shown += f" ({USER_FRAME_PREFIX}{line})"
+            raise self._error(f"its {what} raised {shown}", "correct it") from error
 
     def _error(self, reason: str, fix: str) -> PluginError:
         return PluginError("task_source_path", self._path, reason, fix)

@@ -13,7 +13,8 @@ _SOURCE_PATH = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
 
 
 def split_eval_set(entry: str) -> tuple[str, str]:
-    """The name and the location of an entry of `eval.sets`. Raises ConfigError."""
+    """Return the name and the location of an entry of `eval.sets`. Raises
+    ConfigError."""
     match = _EVAL_SET.fullmatch(entry)
     if match is None:
         reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
@@ -28,8 +29,8 @@ def is_source(location: str) -> bool:
 
 
 def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
-    """The files of held-out tasks that the run reads, each with the setting that names
-    it. Raises ConfigError for an entry of `eval.sets` that is none."""
+    """Return the files of held-out tasks that the run reads, each with the setting that
+    names it. Raises ConfigError for an entry of `eval.sets` that is none."""
     trains = bool(config.task_file or config.task_source_path)
     if config.eval.sets:
         locations = [split_eval_set(entry)[1] for entry in config.eval.sets]

@@ -41,7 +41,7 @@ def guess_notes(config: RolloutConfig) -> list[str]:
     """Return sentences about task files whose field of labels was guessed."""
     notes: list[str] = []
     for field, file in task_files(config):
-        key = label_key(_read(field, file), config.task_label_key)
+        key = label_key(task_rows(field, file), config.task_label_key)
         if key != config.task_label_key:
             notes.append(
                 f"no task of {file} has the field {config.task_label_key!r}: Task.label is its field {key!r} "
@@ -55,7 +55,7 @@ def missing_labels(config: RolloutConfig) -> str:
     some."""
     faults: list[str] = []
     for field, file in task_files(config):
-        rows = _read(field, file)
+        rows = task_rows(field, file)
         key = label_key(rows, config.task_label_key)
         if not any(key in row for _, row in rows):
             _, first_row = rows[0]
@@ -68,5 +68,6 @@ def missing_labels(config: RolloutConfig) -> str:
     return "; ".join(faults)
 
 
-def _read(field: str, file: str) -> Rows:
+def task_rows(field: str, file: str) -> Rows:
+    """Read at least one row. Raises ConfigError."""
     return read_rows(field, file, of="tasks", each="task")

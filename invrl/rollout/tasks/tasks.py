@@ -2,16 +2,18 @@
 for an evaluation the held-out sets that `eval.sets` names, or the one unnamed set.
 
 Invariants: the same split and seed give the same tasks in the same order; a source or
-curriculum that is told outcomes does so for the same outcomes; "eval" is finite and its
+curriculum that records outcomes does so for the same outcomes; "eval" is finite and its
 ids are distinct (later tasks with an id that occurred before are called "id@1", "id@2",
 ...; the buffer does the same for "train"). `check_tasks` and `load_eval_sets` find
 every mistake before a process starts. `load_tasks` supplies the buffer and the
 evaluation."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
+from functools import partial
+from itertools import chain, islice, repeat
 from typing import cast
 
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
@@ -21,9 +23,9 @@ from invrl.rollout.tasks.curriculum import CURRICULA, Curriculum
 from invrl.rollout.tasks.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
 from invrl.rollout.tasks.source_check import check_feedback, has_feedback
 from invrl.rollout.tasks.task_files import EVAL_SET_FIX, is_source, split_eval_set
-from invrl.rollout.tasks.task_labels import label_key
+from invrl.rollout.tasks.task_labels import label_key, task_rows
 from invrl.store.lease_store import encoded_task
-from invrl.store.row_file import Rows, read_rows, row_unit
+from invrl.store.row_file import Rows, row_unit
 from invrl.types.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types.tasks import Json, Task
 from invrl.user_code import plugins
@@ -37,8 +39,8 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
     if split == "train":
         return _load_training_tasks(config, seed)
     if config.task_source_path:
-        source = _load_source(config)
-        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
+        call = partial(_load_source(config), split, seed)
+        return _distinct(_checked_pass(call, config.task_source_path, split, seed))
     return iter(read_task_file(config, split))
 
 
@@ -52,29 +54,22 @@ def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
         )
     if not config.task_source_path:
         return _shuffled_epochs(read_task_file(config, "train"), seed)
-    source = _load_source(config)
-    first_pass = _call_source(source, config.task_source_path, seed)
+    path = config.task_source_path
+    call = partial(_load_source(config), "train", seed)
+    with _source_errors(path, "train", seed):
+        first_pass = call()
     if has_feedback(first_pass):
         return cast(Iterator[Task], first_pass)
-    return _checked_passes(source, config.task_source_path, "train", seed, first_pass)
+    return chain.from_iterable(
+        _checked_pass(next_call, path, "train", seed)
+        for next_call in chain([lambda: first_pass], repeat(call))
+    )
 
 
 def _load_source(config: RolloutConfig) -> TaskSource:
     return plugins.load_plugin(
         config.task_source_path or "", "task_source_path", TaskSource
     )
-
-
-def _call_source(source: TaskSource, path: str, seed: int) -> object:
-    """Return the source's tasks for "train". Raises PluginError."""
-    try:
-        return source("train", seed)
-    except PluginError:
-        raise
-    except Exception as error:
-        raise _source_error(
-            path, f"the split 'train' with seed {seed} raised {error!r}"
-        ) from error
 
 
 def _listed_tasks(
@@ -87,8 +82,8 @@ def _listed_tasks(
     wanted = curriculum.tasks
     if config.task_source_path:
         path = config.task_source_path
-        source = _load_source(config)
-        first_pass = _call_source(source, path, seed)
+        with _source_errors(path, "train", seed):
+            first_pass = _load_source(config)("train", seed)
         if has_feedback(first_pass):
             reason = (
                 f"the task source {path} is told outcomes and picks its tasks by itself"
@@ -96,10 +91,8 @@ def _listed_tasks(
             raise ConfigError(
                 "curriculum", curriculum.kind, reason, "leave --curriculum out"
             )
-        passes = _checked_passes(
-            source, path, "train", seed, first_pass, repeated=False
-        )
-        tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
+        checked = _checked_pass(lambda: first_pass, path, "train", seed)
+        tasks = list(_distinct(islice(checked, wanted or CURRICULUM_MAX_TASKS + 1)))
     else:
         tasks = read_task_file(config, "train")[:wanted]
     if len(tasks) > CURRICULUM_MAX_TASKS:
@@ -204,45 +197,35 @@ def _check_one_place(
     raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
-def _checked_passes(
-    source: TaskSource,
-    path: str,
-    split: str,
-    seed: int,
-    first_pass: object = None,
-    *,
-    repeated: bool = True,
+def _checked_pass(
+    call: Callable[[], object], path: str, split: str, seed: int
 ) -> Iterator[Task]:
-    """Yield the tasks of one call of the source for "eval". For "train" a source that
-    ends is called again, unless not `repeated`. `first_pass` is the result of the first
-    call, if already made. Raises PluginError for any error of the source."""
-    passes = count() if split == "train" and repeated else range(1)
-    for number in passes:
-        task = None
-        try:
-            is_called = number == 0 and first_pass is not None
-            tasks = (
-                cast(Iterator[Task], first_pass) if is_called else source(split, seed)
-            )
-            for task in tasks:
-                if not isinstance(task, Task):
-                    raise _source_error(
-                        path, f"{split!r} yielded a {type(task).__name__}, not a Task"
-                    )
-                if not is_usable_id(task.id):
-                    raise _source_error(
-                        path,
-                        f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}",
-                    )
-                yield task
-        except PluginError:
-            raise
-        except Exception as error:
-            raise _source_error(
-                path, f"the split {split!r} with seed {seed} raised {error!r}"
-            ) from error
-        if task is None:
-            raise _source_error(path, f"the split {split!r} has no tasks")
+    """Yield the tasks that one call of the source returns. Raises PluginError for any
+    error of the source."""
+    task = None
+    with _source_errors(path, split, seed):
+        for task in cast(Iterator[object], call()):
+            if not isinstance(task, Task):
+                kind = type(task).__name__
+                raise _source_error(path, f"{split!r} yielded a {kind}, not a Task")
+            if not is_usable_id(task.id):
+                reason = f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}"
+                raise _source_error(path, reason)
+            yield task
+    if task is None:
+        raise _source_error(path, f"the split {split!r} has no tasks")
+
+
+@contextmanager
+def _source_errors(path: str, split: str, seed: int) -> Iterator[None]:
+    """Raise PluginError for an error of the source within the block."""
+    try:
+        yield
+    except PluginError:
+        raise
+    except Exception as error:
+        reason = f"the split {split!r} with seed {seed} raised {error!r}"
+        raise _source_error(path, reason) from error
 
 
 def _source_error(path: str, reason: str) -> PluginError:
@@ -271,7 +254,7 @@ def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
     else:
         field = "eval.task_file"
         file = config.eval.task_file or ""
-    rows = _read_rows(field, file)
+    rows = task_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
     labels = _column(
         rows, field, file, "task_label_key", label_key(rows, config.task_label_key)
@@ -293,16 +276,6 @@ def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
     return tasks
 
 
-def _field_names(rows: Rows) -> str:
-    _, first_row = rows[0]
-    return ", ".join(sorted(first_row))
-
-
-def _read_rows(field: str, file: str) -> Rows:
-    """Read at least one row. Raises ConfigError."""
-    return read_rows(field, file, of="tasks", each="task")
-
-
 def _column(
     rows: Rows, field: str, file: str, key_field: str, key: str
 ) -> list[Json] | None:
@@ -316,8 +289,9 @@ def _column(
     if len(numbers_without) == len(rows) and is_default:
         return None
     unit = row_unit(file)
-    first_number, _ = rows[0]
-    reason = f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
+    first_number, first_row = rows[0]
+    names = ", ".join(sorted(first_row))
+    reason = f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {names})"
     fix = f"add the field, or name another with --{key_field.replace('_', '-')}"
     raise ConfigError(field, file, reason, fix)
 
@@ -346,15 +320,11 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
             raise ConfigError(
                 "eval.sets", entry, f"another set is called {name!r}", EVAL_SET_FIX
             )
-        if is_source(location):
-            place = {"task_source_path": location}
-            file = None
-        else:
-            place = {"task_source_path": None}
-            file = location
+        source = location if is_source(location) else None
+        file = None if source else location
+        held_out = config.eval.model_copy(update={"task_file": file})
+        alone = config.model_copy(update={"task_source_path": source, "eval": held_out})
         try:
-            held_out = config.eval.model_copy(update={"task_file": file})
-            alone = config.model_copy(update={**place, "eval": held_out})
             sets[name] = load_eval_tasks(alone, seed)
         except ConfigError as error:
             raise type(error)("eval.sets", entry, error.reason, error.fix) from error

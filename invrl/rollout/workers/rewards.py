@@ -100,10 +100,7 @@ def _numbers_by_name(field: str, numbers: object) -> dict[str, float]:
 def _number(field: str, value: object) -> float:
     if not isinstance(value, Real | np.bool_):
         raise _bad_numbers(field, f"is {_shown(value)}, not a number", "return a float")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
+    number = _as_float(value)
     if not is_number(number):
         reason = (
             f"is {number:g}, not a finite number within ±{MAX_NUMBER:.6g} (float32)"
@@ -157,10 +154,7 @@ def valid_reward(value: object, name: str = "the reward") -> float:
     if not isinstance(value, Real | np.bool_):
         detail = f"{name} is {_shown(value)}, not a number. Fix: {_number_fix(value)}"
         raise Rejected(FailureReason.BAD_REWARD, detail)
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
+    number = _as_float(value)
     if not math.isfinite(number):
         fix = "return a finite number; where nothing can be measured (0/0, an empty list), return 0.0"
         raise Rejected(
@@ -174,6 +168,13 @@ def valid_reward(value: object, name: str = "the reward") -> float:
             f"{name} is {number:g}, beyond ±{MAX_REWARD:g}. Fix: {fix}",
         )
     return number
+
+
+def _as_float(value: Real | np.bool_) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
 
 
 def _shown(value: object) -> str:

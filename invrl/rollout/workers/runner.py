@@ -330,11 +330,11 @@ def _request_failure(error: BaseException) -> FailureReason | None:
 _SERVER_FAULTS = frozenset(
     {"server_error", "api_error", "overloaded_error", "timeout_error"}
 )
-"""Types of the error event that ends a stream where a whole answer would be a 5xx."""
+"""Types of the error event that ends a stream where a whole response would be a 5xx."""
 
 
 def _event_type(error: BaseException) -> object:
-    """The type of the error event that ended a stream; None for any other error.
+    """Return the type of the error event that ended a stream; None for any other error.
     OpenAI's client keeps what the event has under `error`, Anthropic's the event."""
     body = _attribute(error, "body")
     if not isinstance(body, dict):
@@ -453,9 +453,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _attribute(error: BaseException, name: str) -> object:
-    """The exception's `request`, `response` or `body`, which httpx and the SDKs built
-    on it set; None without one. Reading it may raise anything: httpx's property raises
-    if it was not set, and an exception of the user's may define its own."""
+    """Return the exception's `request`, `response` or `body`, which httpx and the SDKs
+    built on it set; None without one. Reading it may raise anything: httpx's property
+    raises if it was not set, and an exception of the user's may define its own."""
     try:
         return getattr(error, name, None)
     except Exception:

@@ -49,7 +49,7 @@ class UnreportedRollout(FailedRollout):
     for it, so it must be recorded in the buffer directly."""
 
 
-class _OpenAnswer(msgspec.Struct):
+class _OpenReply(msgspec.Struct):
     sessions: list[Session]
 
 
@@ -93,12 +93,12 @@ class SessionClient:
             "request_id": secrets.token_hex(16),
         }
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
-        answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
-        sessions = _decoded(answer, _OpenAnswer, what).sessions
+        response = await self._post("/sessions", body, self._env_key, what, deadline_s)
+        sessions = _decoded(response, _OpenReply, what).sessions
         opened = [(session.index, session.attempt) for session in sessions]
         requested = [(member.index, member.attempt) for member in lease.members]
         if opened != requested:
-            message = f"{what}: it opened others: {answer.text}"
+            message = f"{what}: it opened others: {response.text}"
             raise SessionError(message, status=502, code="bad_answer")
         return sessions
 
@@ -133,10 +133,10 @@ class SessionClient:
         request is repeated. Raises SessionError, DeadlineError."""
         what = f"the gateway to open a child of session {session.id}"
         body = {"request_id": secrets.token_hex(16)}
-        answer = await self._post(
+        response = await self._post(
             f"/sessions/{session.id}/children", body, session.key, what
         )
-        [child] = _decoded(answer, _OpenAnswer, what).sessions
+        [child] = _decoded(response, _OpenReply, what).sessions
         return child
 
     async def finish(
@@ -150,10 +150,10 @@ class SessionClient:
         aborted before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
         body = {"reward": reward, "components": dict(components or {})}
-        answer = await self._post(
+        response = await self._post(
             f"/sessions/{session.id}/finish", body, session.key, what
         )
-        return _outcome(answer, what)
+        return _outcome(response, what)
 
     async def abort(
         self, session: Session, reason: FailureReason, detail: str
@@ -168,7 +168,9 @@ class SessionClient:
         body = {"reason": reason.value, "detail": sent_detail}
         key = session.key or self._env_key
         try:
-            answer = await self._post(f"/sessions/{session.id}/abort", body, key, what)
+            response = await self._post(
+                f"/sessions/{session.id}/abort", body, key, what
+            )
         except SessionError as error:
             if not is_refusal(error):
                 raise
@@ -177,7 +179,7 @@ class SessionClient:
                 reason=reason,
                 detail=f"{sent_detail}\n{error}",
             )
-        return _outcome(answer, what)
+        return _outcome(response, what)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -204,16 +206,16 @@ class SessionClient:
         while (time_left := deadline - time.monotonic()) > 0:
             pause_s = backoff_s
             try:
-                answer = await self._http.post(
+                response = await self._http.post(
                     url, content=content, headers=headers, timeout=time_left
                 )
             except httpx.TransportError as error:
                 last_seen = repr(error)
             else:
-                if answer.is_success:
-                    return answer
-                refusal = _refusal(answer, what)
-                if answer.status_code not in _RETRIED_STATUSES:
+                if response.is_success:
+                    return response
+                refusal = _refusal(response, what)
+                if response.status_code not in _RETRIED_STATUSES:
                     raise refusal
                 last_seen = str(refusal)
                 if refusal.retry_after_s is not None:
@@ -232,37 +234,37 @@ def is_refusal(error: SessionError) -> bool:
     return 400 <= error.status < 500
 
 
-def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
+def _decoded(response: httpx.Response, kind: type[T], what: str) -> T:
     try:
-        return msgspec.json.decode(answer.content, type=kind)
+        return msgspec.json.decode(response.content, type=kind)
     except msgspec.DecodeError as error:
-        reason = f"{what}: cannot read its answer ({error}): {answer.text[:300]}"
+        reason = f"{what}: cannot read its answer ({error}): {response.text[:300]}"
         raise SessionError(reason, status=502, code="bad_answer") from error
 
 
-def _outcome(answer: httpx.Response, what: str) -> Outcome:
+def _outcome(response: httpx.Response, what: str) -> Outcome:
     """Return the outcome of a session from the gateway's reply. Only a FailedRollout
     has a `reason`."""
-    if "reason" in _decoded(answer, dict[str, Any], what):
-        return _decoded(answer, FailedRollout, what)
-    return _decoded(answer, RolloutSummary, what)
+    if "reason" in _decoded(response, dict[str, Any], what):
+        return _decoded(response, FailedRollout, what)
+    return _decoded(response, RolloutSummary, what)
 
 
-def _refusal(answer: httpx.Response, what: str) -> SessionError:
+def _refusal(response: httpx.Response, what: str) -> SessionError:
     """Return the error of a reply: from the gateway's error body, or from the text of
     whatever replied in its place, such as a proxy."""
-    message = answer.text[:300]
+    message = response.text[:300]
     code = "refused"
     retry_after_s = None
     with contextlib.suppress(msgspec.DecodeError, KeyError):
-        error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])[
+        error = msgspec.json.decode(response.content, type=dict[str, dict[str, Any]])[
             "error"
         ]
         message = str(error.get("message", message))
         code = str(error.get("code") or error.get("type") or code)
     with contextlib.suppress(ValueError):
-        retry_after_s = max(0.0, float(answer.headers.get("retry-after", "")))
-    status = answer.status_code
+        retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
+    status = response.status_code
     return SessionError(
         f"{what}: {status} {message}",
         status=status,

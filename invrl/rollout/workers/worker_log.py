@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from invrl.host.files.private_file import make_private
-from invrl.host.output.masked_text import MaskedText
+from invrl.host.output.masked_text import mask_output
 
 _LIMIT_BYTES = 64_000_000
 _CHECK_INTERVAL_S = 1.0
@@ -50,7 +50,7 @@ class WorkerLog:
                 f"what this worker prints stays here: {self._path} cannot be written: {error}",
                 flush=True,
             )
-            _mask_keys()
+            mask_output()
             return False
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -58,7 +58,7 @@ class WorkerLog:
         os.dup2(file, _STDOUT)
         os.dup2(file, _STDERR)
         os.close(file)
-        _mask_keys()
+        mask_output()
         threading.Thread(
             target=self._keep_short, name="worker-log", daemon=True
         ).start()
@@ -87,8 +87,3 @@ class WorkerLog:
         with self._path.open("ab", buffering=0) as file:
             file.write(note.encode() + tail)
         return True
-
-
-def _mask_keys() -> None:
-    sys.stdout = MaskedText(_STDOUT)
-    sys.stderr = MaskedText(_STDERR)

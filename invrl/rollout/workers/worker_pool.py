@@ -30,7 +30,7 @@ from invrl.rollout.workers.worker_log import log_name
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import Outcome
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 _log = logging.getLogger(__name__)
 _DROP_INTERVAL_S = 0.1
 _DROP_TIMEOUT_S = 10.0
@@ -75,19 +75,19 @@ class RayWorker:
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until the worker has loaded the user's functions."""
-        await self._answer(self._actor.call(RolloutWorker.ready, deadline_s))
+        await self._reply(self._actor.call(RolloutWorker.ready, deadline_s))
         if self._watch is None:
             self._watch = asyncio.create_task(self._kill_when_silent())
 
     async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
-        return await self._answer(
+        return await self._reply(
             self._actor.call(RolloutWorker.run, deadline_s, assignment)
         )
 
     async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
         """Cancel a running assignment. Returns False if it does not run, or not yet."""
         first_session = assignment.sessions[0].id
-        return await self._answer(
+        return await self._reply(
             self._actor.call(RolloutWorker.drop, deadline_s, first_session)
         )
 
@@ -110,7 +110,7 @@ class RayWorker:
             _log.warning("%s", error)
             self._actor.kill()
 
-    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+    async def _reply(self, call: Awaitable[Reply]) -> Reply:
         """Await the reply to a call. If the worker was killed because it was silent,
         ActorDiedError says that."""
         try:

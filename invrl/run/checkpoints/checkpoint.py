@@ -85,25 +85,18 @@ def step_in(path: Path, prefix: str) -> int | None:
 def _check_same_model(found: Path, expected: Path) -> None:
     """Raise OtherModelError if the trainer would compute different models from the
     config.json of these Hugging Face folders."""
-    found_type = read_model_type(found)
-    expected_type = read_model_type(expected)
-    if found_type != expected_type:
-        raise _other_model(found, "model_type", found_type, expected, expected_type)
-    found_values = read_hf_config(found).model_dump()
-    for name, expected_value in read_hf_config(expected).model_dump().items():
-        if found_values[name] != expected_value:
-            raise _other_model(
-                found, name, found_values[name], expected, expected_value
-            )
+    found_values = _model_values(found)
+    for name, expected_value in _model_values(expected).items():
+        value = found_values[name]
+        if value != expected_value:
+            reason = f"it is of another model: {name} is {value!r}, and in {expected} it is {expected_value!r}"
+            fix = "give the model that the run began with"
+            raise OtherModelError(found / "config.json", reason, fix)
 
 
-def _other_model(
-    found: Path, name: str, value: object, expected: Path, expected_value: object
-) -> Exception:
-    reason = f"it is of another model: {name} is {value!r}, and in {expected} it is {expected_value!r}"
-    return OtherModelError(
-        found / "config.json", reason, "give the model that the run began with"
-    )
+def _model_values(folder: Path) -> dict[str, object]:
+    model_type = read_model_type(folder)
+    return {"model_type": model_type, **read_hf_config(folder).model_dump()}
 
 
 def first_checkpoint(setting: str | None) -> Checkpoint | None:

@@ -7,8 +7,9 @@ better. A checkpoint is judged when a later one is saved, because the evaluation
 its step has then been made.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from invrl.store.metrics_file import MetricsRow, read_metrics
@@ -46,7 +47,7 @@ def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
     """Return the scores of the steps that have one."""
     rows = read_metrics(metrics_path)
     if kind == "held_out":
-        return _accuracies(rows)
+        return _by_step(rows, _accuracy)
     if kind == "held_out_loss":
         return {step: -loss for step, loss in held_out_losses(rows).items()}
     return _rewards(rows)
@@ -54,41 +55,35 @@ def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
 
 def held_out_losses(rows: Sequence[MetricsRow]) -> dict[int, float]:
     """Return the held-out loss by step; the later one if a step has two."""
-    losses: dict[int, float] = {}
-    for row in rows:
-        loss = row.get(HELD_OUT_LOSS)
-        if loss is not None:
-            losses[int(row["step"] or 0)] = loss
-    return losses
+    return _by_step(rows, lambda row: row.get(HELD_OUT_LOSS))
 
 
-def _accuracies(rows: Sequence[MetricsRow]) -> dict[int, float]:
-    scores: dict[int, float] = {}
+def _by_step(
+    rows: Sequence[MetricsRow], value_of: Callable[[MetricsRow], float | None]
+) -> dict[int, float]:
+    values: dict[int, float] = {}
     for row in rows:
-        accuracies = [
-            value
-            for name, value in row.items()
-            if name.startswith(_ACCURACY_PREFIX)
-            and name.endswith(_ACCURACY_SUFFIX)
-            and value is not None
-        ]
-        if accuracies:
-            scores[int(row["step"] or 0)] = sum(accuracies) / len(accuracies)
-    return scores
+        value = value_of(row)
+        if value is not None:
+            values[int(row["step"] or 0)] = value
+    return values
+
+
+def _accuracy(row: MetricsRow) -> float | None:
+    accuracies = [
+        value
+        for name, value in row.items()
+        if name.startswith(_ACCURACY_PREFIX)
+        and name.endswith(_ACCURACY_SUFFIX)
+        and value is not None
+    ]
+    return fmean(accuracies) if accuracies else None
 
 
 def _rewards(rows: Sequence[MetricsRow]) -> dict[int, float]:
-    rewards: dict[int, float] = {}
-    for row in rows:
-        reward = row.get(_REWARD)
-        if reward is not None:
-            rewards[int(row["step"] or 0)] = reward
+    rewards = _by_step(rows, lambda row: row.get(_REWARD))
     scores: dict[int, float] = {}
     for step in rewards:
-        recent = [
-            rewards[other]
-            for other in range(step - _REWARD_STEPS + 1, step + 1)
-            if other in rewards
-        ]
-        scores[step] = sum(recent) / len(recent)
+        recent = range(step - _REWARD_STEPS + 1, step + 1)
+        scores[step] = fmean(rewards[other] for other in recent if other in rewards)
     return scores

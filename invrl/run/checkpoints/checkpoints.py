@@ -84,7 +84,7 @@ class Checkpoints:
         keep_best: int = 0,
         read_scores: Callable[[], Mapping[int, float]] = dict,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._keep = keep
         self._keep_best = keep_best
         self._read_scores = read_scores
@@ -95,33 +95,23 @@ class Checkpoints:
         """Step of the newest weights that this object has saved, even if their
         checkpoint failed."""
 
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
     def is_whole(self, step: int) -> bool:
         """Whether there is a checkpoint of this step."""
-        return (self._folder / f"{STEP_PREFIX}{step:06d}").is_dir()
+        return self._step_path(step).is_dir()
 
     def all(self) -> list[Checkpoint]:
         """Return the checkpoints, oldest first."""
-        checkpoints: list[Checkpoint] = []
-        for path in self._folder.glob(f"{STEP_PREFIX}*"):
-            checkpoint = Checkpoint.at(path)
-            if checkpoint is not None:
-                checkpoints.append(checkpoint)
+        found = map(Checkpoint.at, self.folder.glob(f"{STEP_PREFIX}*"))
+        checkpoints = [checkpoint for checkpoint in found if checkpoint is not None]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        checkpoints = self.all()
-        if not checkpoints:
-            return None
-        return checkpoints[-1]
+        return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
 
     def damaged(self) -> list[str]:
         """Return the names of the checkpoints that were damaged and renamed."""
         return sorted(
-            path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*")
+            path.name for path in self.folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*")
         )
 
     def newest_whole(
@@ -153,7 +143,7 @@ class Checkpoints:
                 "A hugging_face folder in a damaged checkpoint may still serve as its --model-path"
             )
             reason = f"no checkpoint is whole; damaged ones: {', '.join(damaged)}"
-            raise DamagedFileError(self._folder, reason, fix)
+            raise DamagedFileError(self.folder, reason, fix)
         return None
 
     def _put_aside(self, checkpoint: Checkpoint, error: DamagedFileError) -> str:
@@ -172,7 +162,7 @@ class Checkpoints:
                 f"{checkpoint.path.name}{ending}-{number}"
             )
         checkpoint.path.rename(renamed)
-        flush(self._folder)
+        flush(self.folder)
         older = [other for other in self.all() if other.step < checkpoint.step]
         lost_steps = "All its steps"
         if older:
@@ -187,19 +177,17 @@ class Checkpoints:
         newest one, before any rank is called."""
         latest = self.latest()
         if latest is not None:
-            check_space(self._folder, _num_bytes(latest.path))
+            check_space(self.folder, _num_bytes(latest.path))
 
     def clear_partial(self) -> None:
         """Remove the remains of failed saves."""
-        for path in self._folder.glob(f"*{_PARTIAL}*"):
+        for path in self.folder.glob(f"*{_PARTIAL}*"):
             shutil.rmtree(path)
 
     def begin(self, step: int) -> Checkpoint:
         """Return an empty folder to fill. `commit` makes it a checkpoint."""
         self.clear_partial()
-        filling = Checkpoint(
-            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}"
-        )
+        filling = Checkpoint(step=step, path=_unfinished(self._step_path(step)))
         filling.path.mkdir(parents=True)
         return filling
 
@@ -209,7 +197,7 @@ class Checkpoints:
         `written`: the known entries."""
         write_manifest(filled.path, written)
         flush_tree(filled.path)
-        final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
+        final = self._step_path(filled.step)
         self._rename(filled.path, final)
         self._remove_old()
         self._remove_models(filled.step)
@@ -236,10 +224,10 @@ class Checkpoints:
     def _remove(self, folder: Path) -> None:
         """Remove a folder. A crash at any moment leaves the folder intact, or no folder
         of this name: the next save removes the rest."""
-        removed = self._folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
+        removed = self.folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
         folder.rename(removed)
         flush(folder.parent)
-        flush(self._folder)
+        flush(self.folder)
         shutil.rmtree(removed)
 
     async def save(
@@ -279,9 +267,7 @@ class Checkpoints:
         `watch` and the next call that waits raise a failure of the writing."""
         await self.wait_until_saved()
         filling = await _in_thread(self.begin, step)
-        unfinished = self._model_path(step).with_name(
-            self._model_path(step).name + _PARTIAL
-        )
+        unfinished = _unfinished(self._model_path(step))
         await trainer.copy_model(str(unfinished))
         await trainer.copy_checkpoint(str(filling.megatron))
         self._in_flight = asyncio.create_task(
@@ -344,7 +330,7 @@ class Checkpoints:
         ones. Returns its path."""
         await self.wait_until_saved()
         final = self._model_path(step)
-        unfinished = final.with_name(final.name + _PARTIAL)
+        unfinished = _unfinished(final)
         await _in_thread(self.clear_partial)
         written = await trainer.export_hugging_face(str(unfinished))
         await _in_thread(self._publish_model, unfinished, final, step, written)
@@ -353,28 +339,29 @@ class Checkpoints:
     def saved_model_folder(self, step: int) -> Path:
         """Return the folder of a saved step's weights: in its checkpoint, or
         standalone."""
-        checkpoint = Checkpoint(
-            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}"
-        )
+        checkpoint = Checkpoint(step=step, path=self._step_path(step))
         if checkpoint.path.exists():
             return checkpoint.hugging_face
         return self._model_path(step)
 
+    def _step_path(self, step: int) -> Path:
+        return self.folder / f"{STEP_PREFIX}{step:06d}"
+
     def _model_path(self, step: int) -> Path:
         """Return the path of the step's standalone weights."""
-        return self._folder / f"{MODEL_PREFIX}{step:06d}"
+        return self.folder / f"{MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
         """Return the models that were saved without a checkpoint, or whose checkpoint
         is incomplete; oldest first."""
-        paths = self._folder.glob(f"{MODEL_PREFIX}*")
+        paths = self.folder.glob(f"{MODEL_PREFIX}*")
         return sorted(path for path in paths if model_step(path) is not None)
 
     def models_by_step(self) -> dict[int, Path]:
         """Return the folders of all saved weights, within checkpoints and
         standalone."""
         models = {model_step(path) or 0: path for path in self.models()}
-        for path in self._folder.glob(f"{STEP_PREFIX}*"):
+        for path in self.folder.glob(f"{STEP_PREFIX}*"):
             step = step_in(path, STEP_PREFIX)
             if step is not None and (path / "hugging_face").is_dir():
                 models[step] = path / "hugging_face"
@@ -383,13 +370,8 @@ class Checkpoints:
     def newest_model(self) -> Path | None:
         """Return the folder of the newest weights, within a checkpoint or standalone.
         None before the first save."""
-        checkpoint = self.latest()
-        models = self.models()
-        if checkpoint is None:
-            return models[-1] if models else None
-        if models and (model_step(models[-1]) or 0) > checkpoint.step:
-            return models[-1]
-        return checkpoint.hugging_face
+        models = self.models_by_step()
+        return models[max(models)] if models else None
 
     def _publish_model(
         self, unfinished: Path, final: Path, step: int, written: FileEntries
@@ -409,7 +391,7 @@ class Checkpoints:
         if final.exists():
             final.rename(old)
         unfinished.rename(final)
-        flush(self._folder)
+        flush(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def _remove_models(self, last: int) -> None:
@@ -418,6 +400,11 @@ class Checkpoints:
         for path in self.models():
             if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
                 self._remove(path)
+
+
+def _unfinished(final: Path) -> Path:
+    """Return the path under which a folder is written before it has its name."""
+    return final.with_name(final.name + _PARTIAL)
 
 
 async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

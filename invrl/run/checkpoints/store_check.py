@@ -63,10 +63,10 @@ def check_checkpoint_store(path: Path, checkpoint: Path, snapshot: bytes) -> Non
                 f"it is empty, and {checkpoint.name} resumes from what it held",
                 fix,
             )
-        newest_incarnation = _highest(
-            db, "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations"
-        )
-        newest_row = _highest(db, "SELECT COALESCE(MAX(seq), 0) FROM outbox")
+        newest_incarnation, newest_row = db.execute(
+            "SELECT (SELECT COALESCE(MAX(incarnation), 0) FROM incarnations),"
+            " (SELECT COALESCE(MAX(seq), 0) FROM outbox)"
+        ).fetchone()
     if newest_incarnation < buffer.incarnation or newest_row < buffer.outbox_seq:
         reason = (
             f"it ends with incarnation {newest_incarnation} and outcome {newest_row}, and {checkpoint.name} "
@@ -74,11 +74,6 @@ def check_checkpoint_store(path: Path, checkpoint: Path, snapshot: bytes) -> Non
             "it is older, or another run's"
         )
         raise DamagedFileError(path, reason, fix)
-
-
-def _highest(db: sqlite3.Connection, query: str) -> int:
-    (number,) = db.execute(query).fetchone()
-    return number
 
 
 @contextlib.contextmanager

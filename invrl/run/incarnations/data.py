@@ -5,14 +5,16 @@ Invariant: a resumed run reads the same bytes as before, because its samples are
 by their position.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
-import xxhash
+from xxhash import xxh3_64
 
-from invrl.datasets.dataset import Dataset, ModelText, load_dataset
+from invrl.datasets.dataset import Dataset, load_dataset
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.host.files.disk import write_atomically
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
@@ -26,16 +28,19 @@ def load_run_data(config: Config) -> Dataset:
     max_tokens = shape.max_position_embeddings
     if config.train.max_sample_tokens:
         max_tokens = min(max_tokens, config.train.max_sample_tokens)
-    model = ModelText(
-        folder=folder,
-        vocab_size=shape.vocab_size,
+    renderer = load_renderer(
+        str(folder),
+        shape.vocab_size,
         chat_template=config.gateway.chat_template_path or "",
         keep_thinking=config.gateway.keep_thinking,
         special_tokens_in_content=config.gateway.special_tokens_in_content,
-        max_tokens=max_tokens,
     )
     return load_dataset(
-        config.data, config.algorithm.objective, model, seed=config.run.seed
+        config.data,
+        config.algorithm.objective,
+        renderer,
+        max_tokens=max_tokens,
+        seed=config.run.seed,
     )
 
 
@@ -46,7 +51,8 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
     paths = {"data_path": config.data.data_path, "eval_path": config.data.eval_path}
     for name, path in paths.items():
         if path:
-            digests[name] = _digest(Path(path).expanduser())
+            with Path(path).expanduser().open("rb") as file:
+                digests[name] = hashlib.file_digest(file, xxh3_64).hexdigest()
     if first_step and folder.data_digests_path.exists():
         recorded = json.loads(folder.data_digests_path.read_text(encoding="utf-8"))
         if "data_eval_path" in recorded:  # of an earlier version
@@ -57,11 +63,3 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
                 fix = "put the old content back, or begin a new run under another --run-name"
                 raise ConfigError(f"data.{name}", paths[name], reason, fix)
     write_atomically(folder.data_digests_path, json.dumps(digests))
-
-
-def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -23,10 +23,8 @@ from invrl.algorithms.objectives.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.buffer.samples.training_samples import build_batch
-from invrl.errors import ServerError
 from invrl.host.files.disk_waits import (
     until_written,
-    watch_disks,
     write_patiently,
     written_in_thread,
 )
@@ -44,26 +42,19 @@ from invrl.observe.sinks.wait_messages import CurrentPhase, Deadlines, report_wa
 from invrl.rollout.dispatch.dispatcher import first_to_fail
 from invrl.rollout.tasks.task_labels import guess_notes
 from invrl.rollout.tasks.tasks import feedback_notes
-from invrl.run.checkpoints.checkpoint import first_checkpoint, keep_model
-from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
+from invrl.run.checkpoints.checkpoint import first_checkpoint
 from invrl.run.checkpoints.checkpoint_scores import read_scores
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.checkpoints.resume import (
     Start,
     check_store_at,
-    describe_start,
     find_start,
-    is_finished,
     start_at_zero,
-)
-from invrl.run.checkpoints.save_schedule import SaveSchedule
-from invrl.run.checkpoints.unsaved_weights import (
-    SAVE_AFTER_INTERRUPT_S,
-    save_unsaved_weights,
 )
 from invrl.run.incarnations.data import load_run_data
 from invrl.run.incarnations.on_data import train_on_data
 from invrl.run.incarnations.on_saved_batches import train_on_saved_batches
+from invrl.run.incarnations.run_parts import RunParts
 from invrl.run.loop.failed_rollouts import command_for_failures, report_failures
 from invrl.run.loop.gpu_turns import GpuTurns
 from invrl.run.loop.held_out import HeldOutEvaluations
@@ -76,7 +67,6 @@ from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
 from invrl.run.processes.phase_progress import (
     PhaseProgress,
-    StartingParts,
     rollouts_text,
 )
 from invrl.run.processes.process_samples import sample_processes
@@ -88,7 +78,6 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.weights import WeightVersion
 
@@ -124,14 +113,9 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     if traces is not None:
         sinks.append(PhaseTraces(traces))
-    rows = [
-        row
-        for row in read_metrics(folder.metrics_path)
-        if (row["step"] or 0) <= start.step
-    ]
-    observer = RunObserver(
-        [*sinks, open_progress(config.run.log.progress, num_steps, rows)]
-    )
+    rows = read_metrics(folder.metrics_path)
+    sinks.append(open_progress(config.run.log.progress, num_steps, rows))
+    observer = RunObserver(sinks)
     awaited = PhaseProgress(observer, phase)
     shown = ExitStack()
     shown.enter_context(incidents_shown(observer.note))
@@ -141,30 +125,28 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
             observer.note(metrics.message)
         keep_tokenizer(config, folder)
         if config.run.debug_train_only:
+            # Outside the event loop: here an interrupt ends it immediately.
             checkpoint = first_checkpoint(config.run.load_checkpoint)
-            if checkpoint:
-                # Outside the event loop: here an interrupt ends it immediately.
+            if checkpoint is not None:
                 checkpoint.check(config.model.folder)
-            interrupts.run(
-                train_on_saved_batches(
-                    config, folder, checkpoints, observer, checkpoint
-                )
-            )
+            start = Start(checkpoint=checkpoint)
+        parts = RunParts(
+            config, folder, checkpoints, observer, start, num_steps, awaited
+        )
+        if config.run.debug_train_only:
+            interrupts.run(train_on_saved_batches(parts))
         elif data is not None:
-            interrupts.run(
-                train_on_data(
-                    config, folder, checkpoints, observer, start, data, awaited
-                )
-            )
+            interrupts.run(train_on_data(parts, data))
         else:
             run = _TrainingRun(
                 config,
                 folder,
                 checkpoints,
                 observer,
-                phase,
                 start,
+                num_steps,
                 awaited,
+                phase,
                 metrics,
                 traces,
             )
@@ -196,37 +178,23 @@ def _note_settings(
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainingRun:
+class _TrainingRun(RunParts):
     """One incarnation with all parts of a run."""
 
-    config: Config
-    folder: RunFolder
-    checkpoints: Checkpoints
-    observer: RunObserver
     phase: CurrentPhase
-    start: Start
-    awaited: PhaseProgress
     metrics: ServedMetrics
     traces: Traces | None
 
     async def run(self) -> None:
-        num_steps = self.config.run.num_steps
-        self.observer.note(describe_start(self.folder, self.start, num_steps=num_steps))
-        if is_finished(self.folder, self.start, num_steps=num_steps):
+        if self.is_over():
             return
         started_at = time.monotonic()
-        self.observer.phase("starting", 0)
-        self.folder.finished_path.unlink(missing_ok=True)
         await asyncio.to_thread(check_store_at, self.start, self.folder)
         abandon_open_sessions(self.folder.store_path)
-        starting = StartingParts()
-        self.awaited.questions["starting"] = starting.text
+        snapshot = self.start.read_snapshot()
         async with (
-            in_background(self.awaited.report()),
-            in_background(watch_disks(self.folder.path)),
-            start_cluster(
-                self.config, self.folder, self.start.read_snapshot(), starting
-            ) as cluster,
+            self.running(),
+            start_cluster(self.config, self.folder, snapshot, self.starting) as cluster,
             AsyncExitStack() as stack,
         ):
             self._make_phase_progress(cluster)
@@ -241,16 +209,15 @@ class _TrainingRun:
             )
             self.observer.note(f"router: {cluster.serving.fleet.router.program}")
             self._note_where_rollouts_run(cluster)
+            training = first_to_fail(
+                self._train(cluster, learner), self.checkpoints.watch()
+            )
             try:
-                training = first_to_fail(
-                    self._train(cluster, learner), self.checkpoints.watch()
-                )
                 last_step = await cluster.guard(training)
             except (Exception, asyncio.CancelledError) as error:
                 if cluster.trainer is not None:
-                    interrupted = isinstance(error, asyncio.CancelledError)
-                    await self._save_unsaved_weights(
-                        cluster.trainer, cluster.buffer, interrupted=interrupted
+                    await self.save_at_end(
+                        cluster.trainer, error, partial(_take_snapshot, cluster.buffer)
                     )
                 raise
             await cluster.buffer.close()
@@ -287,43 +254,33 @@ class _TrainingRun:
             sync = turns.update
             take_gpu = turns.give_to_trainer
             await take_gpu()
-        if self.start.checkpoint:
-            await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
+        await self.load_checkpoint(trainer)
         version = WeightVersion(self.start.step)
         await sync(version)
         await stack.enter_async_context(
             answer_verifications(self.folder, updater.verify)
         )
         await cluster.buffer.advance(version)
-        run = self.config.run
-        saves = CheckpointSaves(
-            self.checkpoints,
-            trainer,
-            beside_training=run.checkpoints.background,
-            note=self.observer.note,
-        )
+        saves = self.saves(trainer)
         return Learner(
             trainer=trainer,
             sync=sync,
             take_gpu=take_gpu,
             save=saves.save,
             finish_saves=saves.finish,
-            schedule=SaveSchedule(
-                steps=run.save_interval, seconds=run.checkpoints.interval_s
-            ),
+            schedule=self.schedule(),
         )
 
     def _make_phase_progress(self, cluster: Cluster) -> None:
         """Register the queries of the live display about what a phase waits for."""
         group_size = self.config.rollout.n_samples_per_prompt
-        questions = self.awaited.questions
 
         async def rollouts() -> str:
             return rollouts_text(await cluster.buffer.waiting(), group_size)
 
-        questions["rollout"] = rollouts
+        self.awaited.questions["rollout"] = rollouts
         if cluster.trainer is not None:
-            questions["train"] = cluster.trainer.place_text
+            self.awaited.questions["train"] = cluster.trainer.place_text
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:
         if self.config.rollout.external_environments:
@@ -365,10 +322,7 @@ class _TrainingRun:
                 await held_out.report_gain(accuracy_before, accuracy_after)
         if learner is not None:
             await learner.finish_saves()
-        checkpoint = self.checkpoints.latest()
-        if checkpoint:
-            keep_model(checkpoint.hugging_face)
-            self.observer.note(f"model: {checkpoint.hugging_face}")
+        self.show_model(last_step)
         return last_step
 
     async def _run_loop(
@@ -468,28 +422,9 @@ class _TrainingRun:
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)
 
-    async def _save_unsaved_weights(
-        self, trainer: TrainHandle, buffer: BufferHandle, *, interrupted: bool
-    ) -> None:
-        async def take_snapshot(step: int) -> bytes:
-            return await buffer.final_snapshot(WeightVersion(step))
 
-        timeout_s = self.config.train.train_step_timeout_s
-        if interrupted:
-            timeout_s = min(timeout_s, SAVE_AFTER_INTERRUPT_S)
-            interrupts.allow_more(timeout_s)
-        saving = save_unsaved_weights(
-            trainer,
-            self.checkpoints,
-            first_step=self.start.step,
-            timeout_s=timeout_s,
-            note=self.observer.note,
-            take_snapshot=take_snapshot if interrupted else None,
-        )
-        try:
-            await first_to_fail(saving, trainer.watch())
-        except ServerError as error:  # a rank no longer answers
-            self.observer.note(f"the newest weights could not be saved: {error}")
+async def _take_snapshot(buffer: BufferHandle, step: int) -> bytes:
+    return await buffer.final_snapshot(WeightVersion(step))
 
 
 def _deadlines(config: Config) -> Deadlines:

@@ -6,80 +6,52 @@ from pathlib import Path
 
 from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
-from invrl.host.processes import interrupts
-from invrl.observe.sinks.sinks import RunObserver
-from invrl.run.checkpoints.checkpoint import Checkpoint, keep_model
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
-from invrl.run.checkpoints.checkpoints import Checkpoints
-from invrl.run.checkpoints.unsaved_weights import (
-    SAVE_AFTER_INTERRUPT_S,
-    no_buffer,
-    save_unsaved_weights,
-)
+from invrl.run.checkpoints.unsaved_weights import no_buffer
+from invrl.run.incarnations.run_parts import RunParts
 from invrl.run.loop.loop import step_notes, train_values
 from invrl.run.processes.cluster import start_trainer
 from invrl.run.settings.config import Config
 from invrl.store.batch_file import batch_path, load_batch, saved_steps
-from invrl.store.run_folder import RunFolder
 from invrl.types.batches import TrainBatch
 
 
-async def train_on_saved_batches(
-    config: Config,
-    folder: RunFolder,
-    checkpoints: Checkpoints,
-    observer: RunObserver,
-    checkpoint: Checkpoint | None,
-) -> None:
-    """Make one step per saved batch after the step of `checkpoint`, up to step
-    `num_steps`, and save a checkpoint. SGLang need not be installed. Given the
-    checkpoint of a run and the batches that it trained next, losses and weights are
-    those of that run, bit for bit in float32."""
-    first_step = 0
-    if checkpoint is not None:
-        first_step = checkpoint.step
-    data = Path(config.run.load_rollout_data or "").expanduser().absolute()
-    steps = [
-        step
-        for step in saved_steps(data, after_step=first_step)
-        if step <= config.run.num_steps
-    ]
-    observer.phase("starting", 0)
-    async with start_trainer(config, folder) as trainer:
-        if checkpoint is not None:
-            await trainer.load_checkpoint(str(checkpoint.megatron))
+async def train_on_saved_batches(run: RunParts) -> None:
+    """Make one step per saved batch after the step of the start, up to the last one,
+    and save a checkpoint. SGLang need not be installed. Given the checkpoint of a run
+    and the batches that it trained next, losses and weights are those of that run, bit
+    for bit in float32."""
+    config = run.config
+    folder = Path(config.run.load_rollout_data or "").expanduser().absolute()
+    steps = saved_steps(folder, after_step=run.start.step)
+    run.observer.phase("starting", 0)
+    last_step = run.start.step
+    async with start_trainer(config, run.folder) as trainer:
+        await run.load_checkpoint(trainer)
         try:
             for step in steps:
-                observer.phase("train", step)
-                batch = load_batch(batch_path(data, step))
+                if step > run.num_steps:
+                    break
+                run.observer.phase("train", step)
+                batch = load_batch(batch_path(folder, step))
                 _refuse_long_rows(batch, config)
                 _refuse_missing_columns(batch, config)
                 _refuse_missing_top_logprobs(batch, config)
                 result = await trainer.train(batch)
                 for note in step_notes(step, result):
-                    observer.note(note)
-                observer.step(step, train_values(result))
-        except asyncio.CancelledError:
-            interrupts.allow_more(SAVE_AFTER_INTERRUPT_S)
-            await save_unsaved_weights(
-                trainer,
-                checkpoints,
-                first_step=first_step,
-                timeout_s=SAVE_AFTER_INTERRUPT_S,
-                note=observer.note,
-                take_snapshot=no_buffer,
-            )
+                    run.observer.note(note)
+                run.observer.step(step, train_values(result))
+                last_step = step
+        except asyncio.CancelledError as interrupt:
+            await run.save_at_end(trainer, interrupt, no_buffer)
             raise
-        last_step = steps[-1] if steps else first_step
-        observer.phase("checkpoint", last_step)
+        run.observer.phase("checkpoint", last_step)
         saves = CheckpointSaves(
-            checkpoints, trainer, beside_training=False, note=observer.note
+            run.checkpoints, trainer, beside_training=False, note=run.observer.note
         )
         await saves.save(last_step)
         await saves.finish()
-    model = checkpoints.saved_model_folder(last_step)
-    keep_model(model)
-    observer.note(f"model: {model}")
+    run.show_model(last_step)
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:

@@ -2,16 +2,17 @@
 buffer counts them; in an evaluation `EvaluationFailures` does, and ends the evaluation
 when everything fails."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.failures import (
     FailureLimits,
-    FailureReport,
     FailureReporter,
     FailureStreak,
 )
@@ -19,6 +20,10 @@ from invrl.errors import DeadlineError, ServerError
 from invrl.store.run_folder import RunFolder
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, Outcome
+
+if TYPE_CHECKING:
+    from invrl.buffer.process.buffer_handle import BufferHandle
+    from invrl.observe.sinks.sinks import Sink
 
 logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0
@@ -31,23 +36,10 @@ def command_for_failures(folder: RunFolder, *, held_out: bool = False) -> str:
     return f"{command} --eval" if held_out else command
 
 
-class FailureSource(Protocol):
-    """Part of the buffer that `report_failures` polls."""
-
-    async def failures(self) -> FailureReport: ...
-
-
-class FailureScreen(Protocol):
-    """Part of the observer that `report_failures` writes to."""
-
-    def failures(self, failed: Mapping[str, int]) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
 async def report_failures(
-    buffer: FailureSource,
+    buffer: BufferHandle,
     reporter: FailureReporter,
-    observer: FailureScreen,
+    observer: Sink,
     *,
     interval_s: float = _POLL_INTERVAL_S,
 ) -> None:

@@ -76,8 +76,8 @@ class Teacher:
         for start in range(0, len(whole), _TEXTS_PER_REQUEST):
             part = whole[start : start + _TEXTS_PER_REQUEST]
             body: dict[str, Json] = {"prompt": list(part), "add_special_tokens": False}
-            answer = await self._ask(http, "/v1/tokenize", body, _CHECK_TIMEOUT_S)
-            theirs = answer.get("tokens")
+            reply = await self._ask(http, "/v1/tokenize", body, _CHECK_TIMEOUT_S)
+            theirs = reply.get("tokens")
             ours = [
                 encoding.ids
                 for encoding in tokenizer.encode_batch(part, add_special_tokens=False)
@@ -139,8 +139,8 @@ class Teacher:
             "logprob_start_len": first
             - 1,  # the entry of that token itself has no log-prob
         }
-        answer = await self._ask_again(http, "/generate", body)
-        scores_N = self._logprobs(answer, ids[first:])
+        reply = await self._ask_again(http, "/generate", body)
+        scores_N = self._logprobs(reply, ids[first:])
         teacher_T[first : last + 1] = np.where(
             sample.loss_mask_T[first : last + 1], scores_N, 0.0
         )
@@ -159,10 +159,10 @@ class Teacher:
         return await self._ask(http, path, body, self._timeout_s)
 
     def _logprobs(
-        self, answer: Mapping[str, Json], ids: Sequence[int]
+        self, reply: Mapping[str, Json], ids: Sequence[int]
     ) -> NDArray[np.float32]:
         """Return the log-probs [N] of exactly these ids. Raises ServerError."""
-        meta = answer.get("meta_info")
+        meta = reply.get("meta_info")
         entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
         if not isinstance(entries, list) or len(entries) != len(ids) + 1:
             count = len(entries) - 1 if isinstance(entries, list) else "no"
@@ -212,14 +212,14 @@ class Teacher:
                 f"{name} answered {path} with {status}: {content[:300].decode(errors='replace')}"
             )
         try:
-            answer = json.loads(content)
+            reply = json.loads(content)
         except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
+            reply = None
+        if not isinstance(reply, dict):
             raise ServerError(
                 f"{name} answered {path} with something else than a JSON object"
             )
-        return answer
+        return reply
 
 
 def open_teacher(config: Config) -> Teacher | None:

@@ -107,7 +107,7 @@ class WeightUpdater:
         )
 
     async def suspend(self) -> None:
-        """Begins the next update, which `update` goes on with: engines are paused and
+        """Begin the next update, which `update` continues: engines are paused and
         give back the memory of their caches. Engines that are lost leave the fleet; if
         all of them died, there is nothing to pause. Raises WeightSyncError."""
         lost = None
@@ -150,8 +150,8 @@ class WeightUpdater:
     async def _waits_for_engine(
         self, error: WeightSyncError, version: WeightVersion
     ) -> bool:
-        """Whether the update failed because the last engine died, and may go on once an
-        engine is back. Where GPUs are shared, none may start before the weights are
+        """Whether the update failed because the last engine died, and may continue once
+        an engine is back. Where GPUs are shared, none may start before the weights are
         staged and the trainer sleeps."""
         if self._fleet.shares_gpus and self._transaction.staged != version:
             return False

@@ -269,33 +269,27 @@ async def start_cluster(
                 engines_may_start=trainer_sleeps,
             )
         )
-        told = stack.enter_context(ExitStack())
-        told.enter_context(print_waits(starting.awaited))
-        with starting.part("Ray"):
-            stack.enter_context(start_ray(config, folder.ray_logs_path))
-        trainer = None
-        if not config.run.debug_rollout_only:
-            stack.callback(
-                shutil.rmtree, _weight_folder(config, folder), ignore_errors=True
-            )
-            trainer = _create_trainer(config, folder)
-        buffer = _create_buffer(config, folder)
-        rollouts = create_rollouts(config, folder, serving, buffer)
-        stack.push_async_callback(rollouts.stop)
-        starts = [
-            starting.wait_until_up("engines", serving.wait_ready()),
-            starting.wait_until_up("buffer", buffer.start(snapshot)),
-            starting.wait_until_up("rollout workers", rollouts.start()),
-        ]
-        if trainer is not None:
-            stack.callback(trainer.stop)
-            starts.append(
-                starting.wait_until_up(
-                    "trainer", _start_trainer(trainer, trainer_sleeps)
-                )
-            )
-        await all_started(*starts)
-        told.close()
+        with print_waits(starting.awaited):
+            with starting.part("Ray"):
+                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            trainer = None
+            if not config.run.debug_rollout_only:
+                weight_folder = _weight_folder(config, folder)
+                stack.callback(shutil.rmtree, weight_folder, ignore_errors=True)
+                trainer = _create_trainer(config, folder)
+            buffer = _create_buffer(config, folder)
+            rollouts = create_rollouts(config, folder, serving, buffer)
+            stack.push_async_callback(rollouts.stop)
+            starts = [
+                starting.wait_until_up("engines", serving.wait_ready()),
+                starting.wait_until_up("buffer", buffer.start(snapshot)),
+                starting.wait_until_up("rollout workers", rollouts.start()),
+            ]
+            if trainer is not None:
+                stack.callback(trainer.stop)
+                start = _start_trainer(trainer, trainer_sleeps)
+                starts.append(starting.wait_until_up("trainer", start))
+            await all_started(*starts)
         cluster = Cluster(
             serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts
         )
@@ -303,7 +297,7 @@ async def start_cluster(
             yield cluster
         except BaseException as error:
             interrupted = isinstance(error, asyncio.CancelledError)
-            # After a failure the next incarnation may go on, and environments are to
+            # After a failure the next incarnation may continue, and environments are to
             # ask again.
             if interrupted or not config.run.max_restarts:
                 cluster.end_external_environments()

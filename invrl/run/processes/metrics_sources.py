@@ -5,8 +5,9 @@ Invariant: nothing here asks the trainer or the buffer's actor, and every questi
 another process has a deadline. All may be called from any thread."""
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from invrl.types.reasons import DropReason, FailureReason
 _GATEWAY_DEADLINE_S = 7.0
 """Longer than a gateway worker waits for the others, shorter than Prometheus waits for
 us (10 s)."""
+_NOTHING = BufferCounts(states={}, failed={}, dropped={})
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 
 
@@ -76,37 +78,30 @@ def read_gateway(
         return http.get("/metrics").raise_for_status().json()
 
 
-def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
+def gateway_numbers(reply: Mapping[str, Any]) -> Numbers:
     """Convert an answer of `read_gateway`. Counts since a worker's start keep the
     worker as a label: each such series restarts with its worker, which a sum over
     workers would hide from Prometheus."""
-    sessions = answer["sessions"]
-    live = {(state,): float(sessions.get(state, 0)) for state in ("open", "unrewarded")}
-    requests: dict[Labels, float | Histogram] = {}
-    seconds: dict[Labels, float | Histogram] = {}
-    tokens: dict[Labels, float | Histogram] = {}
-    lag: dict[Labels, float | Histogram] = {}
-    starts: dict[Labels, float | Histogram] = {}
-    for worker, counts in answer["workers"].items():
-        starts[(worker,)] = float(counts["starts"])
+    sessions = reply["sessions"]
+    numbers: dict[str, dict[Labels, float | Histogram]] = defaultdict(dict)
+    for state in ("open", "unrewarded"):
+        count = float(sessions.get(state, 0))
+        numbers["invrl_gateway_sessions"][(state,)] = count
+    for worker, counts in reply["workers"].items():
+        numbers["invrl_gateway_worker_starts"][(worker,)] = float(counts["starts"])
         for quantile, name in (("0.5", "p50"), ("0.99", "p99"), ("1", "max")):
-            lag[(worker, quantile)] = counts[name] / 1000
+            lag_s = counts[name] / 1000
+            numbers["invrl_gateway_loop_lag_seconds"][(worker, quantile)] = lag_s
         for kind, count in counts["tokens"].items():
-            tokens[(worker, kind)] = float(count)
+            numbers["invrl_gateway_tokens"][(worker, kind)] = float(count)
         for route, counted in counts["requests"].items():
             for status, count in counted["statuses"].items():
-                requests[(worker, route, status)] = float(count)
-            seconds[(worker, route)] = Histogram(
+                labels = (worker, route, status)
+                numbers["invrl_gateway_requests"][labels] = float(count)
+            numbers["invrl_gateway_request_seconds"][(worker, route)] = Histogram(
                 buckets=counted["buckets"], total=counted["seconds"]
             )
-    return {
-        "invrl_gateway_sessions": live,
-        "invrl_gateway_requests": requests,
-        "invrl_gateway_request_seconds": seconds,
-        "invrl_gateway_tokens": tokens,
-        "invrl_gateway_loop_lag_seconds": lag,
-        "invrl_gateway_worker_starts": starts,
-    }
+    return numbers
 
 
 @dataclass(slots=True)
@@ -116,11 +111,11 @@ class BufferNumbers:
     with each."""
 
     resumed: bool
-    _before: BufferCounts | None = field(default=None, init=False)
-    _now: BufferCounts | None = field(default=None, init=False)
+    _before: BufferCounts = _NOTHING
+    _now: BufferCounts | None = None
 
     def update(self, counts: BufferCounts) -> None:
-        if self.resumed and self._before is None:
+        if self.resumed and self._now is None:
             self._before = counts
         self._now = counts
 
@@ -131,19 +126,12 @@ class BufferNumbers:
         rollouts: dict[Labels, float] = {}
         groups: dict[Labels, float] = {}
         ended: dict[Labels, float] = {}
-        states_before: Mapping[str, int] = {}
-        failed_before: Mapping[str, int] = {}
-        dropped_before: Mapping[str, int] = {}
-        if self._before is not None:
-            states_before = self._before.states
-            failed_before = self._before.failed
-            dropped_before = self._before.dropped
         for name, count in self._now.states.items():
             kind, _, state = name.partition("_")
             if kind == "groups":
                 groups[(state,)] = float(count)
             elif state in _ENDS:
-                ended[(state,)] = float(count - states_before.get(name, 0))
+                ended[(state,)] = float(count - self._before.states.get(name, 0))
             else:
                 rollouts[(state,)] = float(count)
         return {
@@ -151,10 +139,10 @@ class BufferNumbers:
             "invrl_groups": groups,
             "invrl_rollouts_ended": ended,
             "invrl_rollouts_failed": _since(
-                failed_before, self._now.failed, FailureReason
+                self._before.failed, self._now.failed, FailureReason
             ),
             "invrl_groups_dropped": _since(
-                dropped_before, self._now.dropped, DropReason
+                self._before.dropped, self._now.dropped, DropReason
             ),
         }
 

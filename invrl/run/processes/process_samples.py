@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 import httpx
@@ -37,31 +37,24 @@ async def sample_processes(
 ) -> None:
     """Give the observer a sample every `interval_s`, until cancelled. None: no
     samples."""
-    if not interval_s:
-        return
+    serving = cluster.serving
     with contextlib.closing(RunStore(folder.store_path)) as store:
         sequence = await asyncio.to_thread(store.last_turn)
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                ended = await asyncio.to_thread(store.ended_turns, sequence)
-                sequence = ended.sequence
-                lag_s = await asyncio.to_thread(_loop_lag_s, cluster.serving)
-                memory = await asyncio.to_thread(
-                    process_memory, cluster.serving, cluster.trainer
-                )
-                sample = Sample(
-                    time=time.time(),
-                    engines=await _engine_samples(cluster.serving),
-                    gateway=replace(
-                        gateway_sample(ended, interval_s), loop_lag_s=lag_s
-                    ),
-                    memory=memory,
-                )
-            except Exception:
-                logger.exception("a sample of the processes failed")
-            else:
-                observer.sample(sample)
+
+        async def take(seconds: float) -> Sample:
+            nonlocal sequence
+            ended = await asyncio.to_thread(store.ended_turns, sequence)
+            sequence = ended.sequence
+            lag_s = await asyncio.to_thread(_loop_lag_s, serving)
+            memory = await asyncio.to_thread(process_memory, serving, cluster.trainer)
+            return Sample(
+                time=time.time(),
+                engines=await _engine_samples(serving),
+                gateway=replace(gateway_sample(ended, seconds), loop_lag_s=lag_s),
+                memory=memory,
+            )
+
+        await _sample(take, observer, interval_s)
 
 
 async def sample_memory(
@@ -69,16 +62,23 @@ async def sample_memory(
 ) -> None:
     """Sample as `sample_processes` does, for a standalone trainer: its samples have no
     engines and no gateway."""
-    if not interval_s:
-        return
-    while True:
+
+    async def take(_seconds: float) -> Sample:
+        memory = await asyncio.to_thread(process_memory, None, trainer)
+        return Sample(time=time.time(), memory=memory)
+
+    await _sample(take, observer, interval_s)
+
+
+async def _sample(
+    take: Callable[[float], Awaitable[Sample]], observer: Sink, interval_s: float | None
+) -> None:
+    while interval_s:
         await asyncio.sleep(interval_s)
         try:
-            memory = await asyncio.to_thread(process_memory, None, trainer)
+            observer.sample(await take(interval_s))
         except Exception:
             logger.exception("a sample of the processes failed")
-        else:
-            observer.sample(Sample(time=time.time(), memory=memory))
 
 
 def process_memory(
@@ -110,25 +110,25 @@ def _process_kinds(
 
 
 async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
-    """Sample the engines that answer."""
+    """Sample the engines that reply."""
     engines = dict(serving.fleet.engines)
     asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    replies = await asyncio.gather(*asked, return_exceptions=True)
     samples: list[EngineSample] = []
-    for name, answer in zip(engines, answers, strict=True):
-        if isinstance(answer, InvrlError):
-            logger.info("%s does not say how busy it is: %s", name, answer)
-        elif isinstance(answer, BaseException):
-            raise answer
+    for name, reply in zip(engines, replies, strict=True):
+        if isinstance(reply, InvrlError):
+            logger.info("%s does not say how busy it is: %s", name, reply)
+        elif isinstance(reply, BaseException):
+            raise reply
         else:
             samples.append(
                 EngineSample(
                     name=name,
-                    running=answer.running,
-                    waiting=answer.waiting,
-                    kv_use=answer.kv_use,
-                    cache_hit_rate=answer.cache_hit_rate or None,
-                    tokens_per_s=answer.tokens_per_s or None,
+                    running=reply.running,
+                    waiting=reply.waiting,
+                    kv_use=reply.kv_use,
+                    cache_hit_rate=reply.cache_hit_rate or None,
+                    tokens_per_s=reply.tokens_per_s or None,
                 )
             )
     return tuple(samples)
@@ -138,8 +138,8 @@ def _loop_lag_s(serving: Serving) -> float | None:
     """Return the longest lag of a worker's event loop in the last minute; None if the
     gateway does not report it."""
     try:
-        answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
-        return float(answer["loop_lag_ms"]["max"]) / 1000
+        reply = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
+        return float(reply["loop_lag_ms"]["max"]) / 1000
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         logger.info("the gateway does not say its lag: %r", error)
         return None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from invrl import __version__
 from invrl.errors import DeadlineError, ServerError
@@ -26,7 +26,7 @@ from invrl.run.processes.process_samples import process_memory
 from invrl.store.metrics_file import read_metrics
 
 if TYPE_CHECKING:
-    from invrl.buffer.groups.event_counts import BufferCounts
+    from invrl.buffer.process.buffer_handle import BufferHandle
     from invrl.run.processes.cluster import Serving
     from invrl.run.settings.config import Config
     from invrl.store.run_folder import RunFolder
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _BUFFER_INTERVAL_S = 2.0
-
-
-class CountSource(Protocol):
-    """Part of the buffer that is polled."""
-
-    async def counts(self) -> BufferCounts: ...
 
 
 class ServedMetrics:
@@ -121,7 +115,7 @@ class ServedMetrics:
             self._serving = None
             self._trainer = None
 
-    async def watch_buffer(self, buffer: CountSource, *, resumed: bool) -> None:
+    async def watch_buffer(self, buffer: BufferHandle, *, resumed: bool) -> None:
         """Poll the buffer's counts every 2 s until cancelled, so that scrapes do not
         have to. Returns if the buffer has died: the loop's own call then raises the
         cause."""

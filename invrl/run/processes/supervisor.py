@@ -39,10 +39,10 @@ from invrl.host.processes.lifeline import Listener, Note, NoteKind, environment
 from invrl.host.ray.ray_setup import remove_ray_folder
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.processes.driver_commands import (
-    EVALUATION_COMMAND,
     FAILURE_EXIT,
     INCARNATION_COMMAND,
     INTERRUPT_EXIT,
+    REPLAY_COMMAND,
     USAGE_EXIT,
 )
 from invrl.run.settings.config import Config
@@ -107,23 +107,8 @@ class IncarnationEnd:
 def supervise(config: Config, folder: RunFolder) -> int:
     """Run `invrl train` on a folder that this process has made, checked and holds.
     Returns its exit code."""
-    command = _driver_command(INCARNATION_COMMAND, folder)
-    supervisor = Supervisor(
-        config,
-        folder,
-        command,
-        max_restarts=config.run.max_restarts,
-        forks_engines=_forks_engines(config),
-    )
-    return supervisor.run()
-
-
-def _forks_engines(config: Config) -> bool:
-    """Whether the driver will fork engines (`engines/fleet/fleet.py`)."""
-    traces = traces_endpoint(config.run.log.otel_endpoint)
-    return config.engine.num_engines > 0 and not (
-        config.trains_alone or count_gpus() or traces
-    )
+    max_restarts = config.run.max_restarts
+    return _supervise(config, folder, INCARNATION_COMMAND, max_restarts=max_restarts)
 
 
 def supervise_once(
@@ -131,15 +116,27 @@ def supervise_once(
 ) -> int:
     """Supervise a command that is never restarted, as `supervise` does. `inner`: the
     driver's command, which takes the folder and the `arguments`."""
-    command = _driver_command(inner, folder, *arguments)
-    forks_engines = inner == EVALUATION_COMMAND and _forks_engines(config)
+    return _supervise(config, folder, inner, *arguments, max_restarts=0)
+
+
+def _supervise(
+    config: Config, folder: RunFolder, inner: str, *arguments: str, max_restarts: int
+) -> int:
+    command = [sys.executable, "-m", "invrl.cli", inner, str(folder.path), *arguments]
+    # whether the driver will fork engines (`engines/fleet/fleet.py`)
+    forks_engines = config.engine.num_engines > 0 and not (
+        inner == REPLAY_COMMAND
+        or config.trains_alone
+        or count_gpus()
+        or traces_endpoint(config.run.log.otel_endpoint)
+    )
     return Supervisor(
-        config, folder, command, max_restarts=0, forks_engines=forks_engines
+        config,
+        folder,
+        command,
+        max_restarts=max_restarts,
+        forks_engines=forks_engines,
     ).run()
-
-
-def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "invrl.cli", inner, str(folder.path), *arguments]
 
 
 class Supervisor:

@@ -23,34 +23,41 @@ from invrl.interfaces import ChecksSettings
 from invrl.user_code.plugins import plugin_name
 
 if TYPE_CHECKING:
+    from invrl.algorithms.config import KlConfig
     from invrl.run.settings.config import Config
 
 Contradictions = Iterator[tuple[str, str, str]]
 """Field (whose value is looked up), reason, fix."""
-_READ_BY: dict[str, tuple[str, ...]] = {
-    "aggregation": ("sft", *ON_ROLLOUTS),
-    "aggregation_constant": ("sft", *ON_ROLLOUTS),
-    "sample_weight": ON_ROLLOUTS,
-    "kl": ON_ROLLOUTS,
-    "policy_loss": ON_ROLLOUTS,
-    "ratio_level": ON_ROLLOUTS,
-    "eps_clip_low": ON_ROLLOUTS,
-    "eps_clip_high": ON_ROLLOUTS,
-    "dual_clip": ON_ROLLOUTS,
-    "correction": ON_ROLLOUTS,
-    "correction_cap": ON_ROLLOUTS,
-    "correction_floor": ON_ROLLOUTS,
-    "rejection": ON_ROLLOUTS,
-    "entropy": ON_ROLLOUTS,
-    "old_logprobs": ON_ROLLOUTS,
-    "ratio_weight": ON_ROLLOUTS,
-    "adaptations": ON_ROLLOUTS,
-    "advantage": ("rl",),
-    "advantage_eps": ("rl",),
-    "reward_deviation": ("rl",),
-    "solved_nll_coef": ("rl",),
+_READ_BY: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("sft", *ON_ROLLOUTS): ("aggregation", "aggregation_constant"),
+    ON_ROLLOUTS: (
+        "sample_weight",
+        "kl",
+        "policy_loss",
+        "ratio_level",
+        "eps_clip_low",
+        "eps_clip_high",
+        "dual_clip",
+        "correction",
+        "correction_cap",
+        "correction_floor",
+        "rejection",
+        "entropy",
+        "old_logprobs",
+        "ratio_weight",
+        "adaptations",
+    ),
+    ("rl",): ("advantage", "advantage_eps", "reward_deviation", "solved_nll_coef"),
 }
-"""Settings of the algorithm, and the built-in objectives that read them."""
+"""Settings of the algorithm, by the built-in objectives that read them."""
+_WITHOUT_SEQUENCE_RATIO = {
+    "dppo_tv": "dppo_tv masks single tokens by their own probabilities",
+    "dppo_kl": "dppo_kl masks single tokens by their own probabilities",
+    "vespo": "vespo has no ratio",
+    "policy_gradient": "policy_gradient has no ratio",
+    "gmpo": "gmpo clips the ratios of single tokens before it takes their mean",
+}
+"""Reasons for which a policy loss has no ratio of a whole sequence."""
 
 
 def _reference(config: Config) -> Contradictions:
@@ -151,19 +158,9 @@ def _loss(config: Config) -> Contradictions:
             "set it, to --max-new-tokens for example",
         )
     policy_loss = algorithm.policy_loss
-    if algorithm.ratio_level != "token":
-        if policy_loss in ("dppo_tv", "dppo_kl"):
-            reason = f"{policy_loss} masks single tokens by their own probabilities"
-            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
-        if policy_loss in ("vespo", "policy_gradient"):
-            yield (
-                "algorithm.ratio_level",
-                f"{policy_loss} has no ratio",
-                "leave --ratio-level out",
-            )
-        if policy_loss == "gmpo":
-            reason = "gmpo clips the ratios of single tokens before it takes their mean"
-            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+    if algorithm.ratio_level != "token" and policy_loss in _WITHOUT_SEQUENCE_RATIO:
+        reason = _WITHOUT_SEQUENCE_RATIO[policy_loss]
+        yield "algorithm.ratio_level", reason, "leave --ratio-level out"
     if algorithm.ratio_level != "token" or policy_loss == "gmpo":
         level = "gmpo" if policy_loss == "gmpo" else algorithm.ratio_level
         reason = (
@@ -280,6 +277,11 @@ def _kl(config: Config) -> Contradictions:
             reason,
             "use --reference-placement cpu or device",
         )
+    yield from _kl_estimator(config, kl)
+
+
+def _kl_estimator(config: Config, kl: KlConfig) -> Contradictions:
+    algorithm = config.algorithm
     if kl.added_to == "loss" and kl.estimator == "k1":
         reason = (
             "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
@@ -320,20 +322,12 @@ def _objective(config: Config) -> Contradictions:
     name = algorithm.objective
     if not is_built_in(name):
         return
-    for field, objectives in _READ_BY.items():
-        value = getattr(algorithm, field)
-        if (
-            value != type(algorithm).model_fields[field].default
-            and name not in objectives
-        ):
-            reason = (
-                f"the objective {name} does not read it, only {', '.join(objectives)}"
-            )
-            yield (
-                f"algorithm.{field}",
-                reason,
-                "leave it out, or choose another --objective",
-            )
+    for objectives, fields in _READ_BY.items():
+        reason = f"the objective {name} does not read it, only {', '.join(objectives)}"
+        fix = "leave it out, or choose another --objective"
+        for field in fields if name not in objectives else ():
+            if getattr(algorithm, field) != type(algorithm).model_fields[field].default:
+                yield f"algorithm.{field}", reason, fix
 
 
 def _teacher(config: Config) -> Contradictions:
@@ -368,7 +362,7 @@ def _teacher(config: Config) -> Contradictions:
 
 
 def _teacher_server(config: Config, url: str) -> Contradictions:
-    reason = _teacher_url_fault(url)
+    reason = url_fault(url, "http", "https")
     if reason:
         yield "teacher.url", reason, "give it as http://10.0.0.5:30000"
     if config.run.debug_train_only:
@@ -383,15 +377,15 @@ def _teacher_server(config: Config, url: str) -> Contradictions:
         yield "gateway.constrained", reason, "leave it out, or use --teacher.model-path"
 
 
-def _teacher_url_fault(url: str) -> str:
-    """Return what is wrong with the URL; "" if nothing is."""
+def url_fault(url: str, *schemes: str) -> str:
+    """Return what is wrong with the URL of a server; "" if nothing is."""
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
         return str(error)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "not an http:// or https:// URL"
+    if parts.scheme not in schemes or not parts.hostname:
+        return f"not an {' or '.join(f'{scheme}://' for scheme in schemes)} URL"
     if parts.username or parts.password:
         return "it holds a user or a key, which come from the environment only"
     return ""

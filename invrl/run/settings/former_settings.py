@@ -192,98 +192,90 @@ _NAMED_BY = {
 }
 """The setting and the value that load what was built in."""
 _OF_OTHER_PACKAGES = {"sglang", "router", "megatron"}
-_ABSENT: dict[str, dict[str, object]] = {
-    "run": {
-        "run_name": "",
-        "save_interval": 0,
-        "save_interval_s": 0,
-        "keep_checkpoints": 0,
-        "keep_best": 0,
-        "load_rollout_data": "",
-        "load_checkpoint": "",
-        "sample_interval_s": 0,
-        "log_samples": 0,
-        "otel_endpoint": "",
-        "wandb_project": "",
-        "metrics_port": 0,
-        "wandb_rollouts": 0,
-        "mlflow_tracking_uri": "",
-    },
-    "model": {
-        "model_path": "",
-        "reference_model_path": "",
-        "teacher_model_path": "",
-        "teacher_url": "",
-        "critic_model_path": "",
-    },
-    "data": {
-        "data_path": "",
-        "data_eval_path": "",
-        "data_eval_fraction": 0,
-        "data_epochs": 0,
-    },
-    "rollout": {
-        "rollout_function_path": "",
-        "reward_function_path": "",
-        "task_source_path": "",
-        "task_file": "",
-        "eval_task_file": "",
-        "curriculum": "none",
-        "curriculum_tasks": 0,
-        "rollout_worker_memory_gb": 0,
-        "rollout_top_logprobs": 0,
-        "eval_interval": 0,
-        "eval_tasks": 0,
-    },
-    "engine": {"engine_max_total_tokens": 0, "smg_environment": ""},
-    "gateway": {
-        "session_idle_timeout_s": 0,
-        "reward_deadline_s": 0,
-        "gateway_port": 0,
-        "gateway_public_url": "",
-        "chat_template_path": "",
-    },
-    "buffer": {
-        "max_filtered_batches": 0,
-        "max_identical_failures": 0,
-        "max_failures_at_start": 0,
-    },
-    "algorithm": {
-        "algorithm_preset": "",
-        "overlong_buffer": 0,
-        "overlong_length": 0,
-        "gae_length_alpha": 0,
-        "value_clip": 0,
-        "dual_clip": 0,
-        "correction_floor": 0,
-        "rejection": "none",
-        "rejection_low": 0,
-        "rejection_high": 0,
-        "router_shift_floor": 0,
-        "aggregation_constant": 0,
-        "length_weighting": "none",
-        "kl_coef": 0,
-        "kl_clamp": 0,
-        "kl_target": 0,
-        "reference_reset_steps": 0,
-        "reference_ema": 0,
-        "solved_nll_coef": 0,
-        "entropy_target": 0,
-        "entropy_ceiling": 0,
-    },
-    "train": {
-        "num_layers_in_first_pipeline_stage": 0,
-        "num_layers_in_last_pipeline_stage": 0,
-        "lr_decay_steps": 0,
-        "clip_grad": 0,
-        "critic_clip_grad": 0,
-        "critic_data_parallel_size": 0,
-        "moe_router_bias_update_rate": 0,
-        "max_row_tokens": 0,
-    },
-    "weight_sync": {"weight_folder": "", "weight_host": ""},
+_ABSENT: dict[object, tuple[str, ...]] = {
+    "": (
+        "run_name",
+        "load_rollout_data",
+        "load_checkpoint",
+        "otel_endpoint",
+        "wandb_project",
+        "mlflow_tracking_uri",
+        "model_path",
+        "reference_model_path",
+        "teacher_model_path",
+        "teacher_url",
+        "critic_model_path",
+        "data_path",
+        "data_eval_path",
+        "rollout_function_path",
+        "reward_function_path",
+        "task_source_path",
+        "task_file",
+        "eval_task_file",
+        "smg_environment",
+        "gateway_public_url",
+        "chat_template_path",
+        "algorithm_preset",
+        "weight_folder",
+        "weight_host",
+    ),
+    0: (
+        "save_interval",
+        "save_interval_s",
+        "keep_checkpoints",
+        "keep_best",
+        "sample_interval_s",
+        "log_samples",
+        "metrics_port",
+        "wandb_rollouts",
+        "data_eval_fraction",
+        "data_epochs",
+        "curriculum_tasks",
+        "rollout_worker_memory_gb",
+        "rollout_top_logprobs",
+        "eval_interval",
+        "eval_tasks",
+        "engine_max_total_tokens",
+        "session_idle_timeout_s",
+        "reward_deadline_s",
+        "gateway_port",
+        "max_filtered_batches",
+        "max_identical_failures",
+        "max_failures_at_start",
+        "overlong_buffer",
+        "overlong_length",
+        "gae_length_alpha",
+        "value_clip",
+        "dual_clip",
+        "correction_floor",
+        "rejection_low",
+        "rejection_high",
+        "router_shift_floor",
+        "aggregation_constant",
+        "kl_coef",
+        "kl_clamp",
+        "kl_target",
+        "reference_reset_steps",
+        "reference_ema",
+        "solved_nll_coef",
+        "entropy_target",
+        "entropy_ceiling",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "lr_decay_steps",
+        "clip_grad",
+        "critic_clip_grad",
+        "critic_data_parallel_size",
+        "moe_router_bias_update_rate",
+        "max_row_tokens",
+    ),
+    "none": (
+        "curriculum",
+        "rejection",
+        "length_weighting",
+    ),
 }
-"""Values that meant "none" before settings could be absent, by section and setting."""
+"""Settings by the value that meant "none" before they could be absent."""
 
 
 def former_fix(name: str) -> str:
@@ -315,24 +307,27 @@ def as_written_now(
     """Return the configuration of a recorded run with today's names, and `false` for
     what was absent. `section_of_table`: today's optional tables."""
     now = {table: dict(entries) for table, entries in tables.items()}
-    for section, absent in _ABSENT.items():
-        entries = now.get(section, {})
-        for key, value in absent.items():
-            if key in entries and entries[key] is not False and entries[key] == value:
-                entries[key] = False
+    for section in set(now) - _OF_OTHER_PACKAGES:
+        entries = now[section]
+        for value, names in _ABSENT.items():
+            for name in entries.keys() & names:
+                if entries[name] is not False and entries[name] == value:
+                    entries[name] = False
     if "algorithm" in now and "adaptations" not in now["algorithm"]:
         _name_plugins(now)
-    if "kl_coef" in now.get("algorithm", {}):
-        _move_tables(now, section_of_table)
+    is_without_tables = "kl_coef" in now.get("algorithm", {})
+    if is_without_tables:
+        _begin_tables(now)
     _move_settings(now, section_of_table)
+    if is_without_tables:
+        _drop_tables(now, section_of_table)
     return now
 
 
 def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
     """Name the user code that was built in, with its settings in tables."""
     algorithm = tables["algorithm"]
-    weights = tables.get("length_weights")
-    is_weighted = weights is not None or bool(algorithm.get("length_weighting"))
+    is_weighted = "length_weights" in tables or algorithm.get("length_weighting")
     dppo = {**tables.get("dppo", {})}
     if "dppo_threshold" in algorithm:
         dppo["threshold"] = algorithm["dppo_threshold"]
@@ -356,24 +351,23 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
             tables.pop("dppo", None)
             algorithm.pop("dppo_threshold", None)
     entropy = plugin.get("AdaptiveEntropy", {})
-    is_learned = is_weighted and bool(plugin.get("LearnedExponent", {}).get("lr"))
-    is_weighted = is_learned or (
-        is_weighted and bool(plugin.get("LengthWeight", {}).get("exponent"))
-    )
+    lr = plugin.get("LearnedExponent", {}).get("lr")
+    exponent = plugin.get("LengthWeight", {}).get("exponent")
     is_on = {
         "RouterShift": "RouterShift" in plugin,
-        "LengthWeight": is_weighted,
-        "LearnedExponent": is_learned,
+        "LengthWeight": bool(is_weighted and (lr or exponent)),
+        "LearnedExponent": bool(is_weighted and lr),
         "AdaptiveKL": "AdaptiveKL" in plugin,
         "AdaptiveEntropy": bool({"target", "ceiling"} & entropy.keys()),
     }
-    algorithm["ratio_weight"] = is_on["RouterShift"] and _NAMED_BY["RouterShift"][1]
-    algorithm["sample_weight"] = is_weighted and _NAMED_BY["LengthWeight"][1]
-    algorithm["adaptations"] = [
-        path
-        for name, (setting, path) in _NAMED_BY.items()
-        if setting == "adaptations" and is_on[name]
-    ]
+    adaptations: list[str] = []
+    for name, is_used in is_on.items():
+        setting, path = _NAMED_BY[name]
+        if setting != "adaptations":
+            algorithm[setting] = is_used and path
+        elif is_used:
+            adaptations.append(path)
+    algorithm["adaptations"] = adaptations
     named = {plugin_name(str(algorithm.get(setting))) for setting in FORMER_VALUES}
     tables["plugin"] = {
         name: table for name, table in plugin.items() if is_on.get(name, name in named)
@@ -414,63 +408,59 @@ _CRITIC: dict[str, object] = {
     "value_clip": 0.2,
 }
 """Former defaults of a critic."""
+_ANCHORS = {
+    "kl": ("coefficient",),
+    "entropy": ("coefficient",),
+    "overlong": ("buffer",),
+    "rejection": ("kind",),
+    "curriculum": ("kind",),
+    "teacher": ("model_path", "url"),
+    "wandb": ("project",),
+}
+"""Settings without which a feature was off, by its table."""
 
 
-def _move_tables(
-    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
-) -> None:
-    """Move settings into what is a table today, or drop them if the feature was off."""
+def _begin_tables(tables: dict[str, dict[str, Any]]) -> None:
+    """Begin the tables whose kind, or whose objective, another setting named."""
+    for section, table in (("algorithm", "rejection"), ("rollout", "curriculum")):
+        kind = tables.get(section, {}).pop(table, None)
+        if isinstance(kind, str):
+            tables[table] = {"kind": kind}
     algorithm = tables["algorithm"]
     beta = algorithm.pop("preference_beta", 0.1)
     smoothing = algorithm.pop("label_smoothing", 0.0)
     objective = algorithm.get("objective")
-    policy_loss = str(algorithm.get("policy_loss"))
-    policy_loss = {"dppo_tv": "dppo", "dppo_kl": "dppo"}.get(policy_loss, policy_loss)
-    is_on = {
-        "critic": algorithm.get("advantage") == "gae",
-        "difficulty": tables.get("buffer", {}).get("group_filter")
-        == "medium_difficulty",
-        "entropy": bool(algorithm.get("entropy_coef")),
-    }
-    for section, key, table in (
-        ("algorithm", "rejection", "rejection"),
-        ("rollout", "curriculum", "curriculum"),
-    ):
-        kind = tables.get(section, {}).pop(key, None)
-        if isinstance(kind, str):
-            tables[table] = {"kind": kind}
     if objective in ("dpo", "ipo", "kto"):
         tables[objective] = {"beta": beta}
     if objective in ("dpo", "simpo"):
         tables.setdefault(objective, {})["label_smoothing"] = smoothing
-    for section in list(tables.values()):
-        for old in list(section):
-            table, _, key = FORMER_NAMES.get(old, "").partition(".")
-            if table not in section_of_table:
-                continue
-            value = section.pop(old)
-            if key:
-                tables.setdefault(table, {})[key] = value
-            elif value:
-                tables.setdefault(table, {})
-    for table, anchors in (
-        ("kl", ("coefficient",)),
-        ("overlong", ("buffer",)),
-        ("rejection", ("kind",)),
-        ("curriculum", ("kind",)),
-        ("teacher", ("model_path", "url")),
-        ("wandb", ("project",)),
-    ):
+
+
+def _drop_tables(
+    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
+) -> None:
+    """Drop the tables of features that were off."""
+    algorithm = tables["algorithm"]
+    critic = tables.get("critic", {})
+    objective = str(algorithm.get("objective"))
+    policy_loss = str(algorithm.get("policy_loss"))
+    group_filter = tables.get("buffer", {}).get("group_filter")
+    is_on = {
+        # an objective of the user's own may read values with any advantage
+        "critic": algorithm.get("advantage") == "gae"
+        or (
+            ":" in objective
+            and any(critic.get(key, value) != value for key, value in _CRITIC.items())
+        ),
+        "difficulty": group_filter == "medium_difficulty",
+        "dppo": policy_loss in ("dppo_tv", "dppo_kl", "dppo"),
+    }
+    for table, anchors in _ANCHORS.items():
         entries = tables.get(table, {})
         is_on[table] = any(entries.get(anchor) for anchor in anchors)
-    if ":" in str(objective):  # it may read values with any advantage
-        critic = tables.get("critic", {})
-        is_on["critic"] |= any(
-            critic.get(key, value) != value for key, value in _CRITIC.items()
-        )
     for table in ("dpo", "ipo", "simpo", "orpo", "kto"):
         is_on[table] = objective == table
-    for table in ("sapo", "rejection_gate", "dppo", "vespo"):
+    for table in ("sapo", "rejection_gate", "vespo"):
         is_on[table] = policy_loss == table
     for table, section in section_of_table.items():
         if not is_on.get(table, table in tables):

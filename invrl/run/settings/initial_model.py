@@ -8,7 +8,8 @@ configuration. The other run may continue and save newer ones.
 from pathlib import Path
 
 from invrl.run.checkpoints.checkpoint import keep_model
-from invrl.run.settings.config import Config, is_run_folder, model_folder
+from invrl.run.settings.config import Config
+from invrl.run.settings.run_config import is_run_folder, model_folder
 from invrl.types.section import Section
 
 

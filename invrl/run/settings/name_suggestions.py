@@ -3,7 +3,7 @@ trainers' names for it. Pure."""
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from invrl.run.settings.former_settings import FORMER_NAMES, former_fix
 from invrl.run.settings.other_trainers import (
@@ -88,19 +88,11 @@ def near_settings(
     for spelling in _spellings(name):
         if spelling in without_dots:
             return [valid[without_dots[spelling]]]
-        meant = [
-            valid[ours]
-            for ours in _for_run(_OURS.get(spelling, ""), on_file=on_file)
-            if ours in valid
-        ]
+        meant = _for_run(_OURS.get(spelling, ""), valid, on_file=on_file)
         if meant:
             return meant
     wanted = _plain(name)
-    meant = [
-        valid[ours]
-        for ours in _for_run(_meant_by_misspelt(wanted, valid), on_file=on_file)
-        if ours in valid
-    ]
+    meant = _for_run(_meant_by_misspelt(wanted, valid), valid, on_file=on_file)
     if meant:
         return meant
     near = (
@@ -111,14 +103,15 @@ def near_settings(
     return [valid[plain] for plain in near]
 
 
-def _for_run(ours: str, *, on_file: bool) -> list[str]:
-    """Return the settings that stand for `ours` in a run on a file. In any other run, a
-    setting of files comes last: the run may be meant to be one on a file."""
+def _for_run(ours: str, valid: Mapping[str, str], *, on_file: bool) -> list[str]:
+    """Return the valid settings that stand for `ours` in a run on a file. In any other
+    run, a setting of files comes last: the run may be meant to be one on a file."""
+    names = [ours]
     if on_file:
-        return [ON_FILES.get(ours, ours)]
-    if ours in ON_ROLLOUTS:
-        return [ON_ROLLOUTS[ours], ours]
-    return [ours]
+        names = [ON_FILES.get(ours, ours)]
+    elif ours in ON_ROLLOUTS:
+        names = [ON_ROLLOUTS[ours], ours]
+    return [valid[name] for name in names if name in valid]
 
 
 def _spellings(name: str) -> list[str]:

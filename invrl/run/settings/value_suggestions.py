@@ -25,8 +25,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 
 def value_fix(name: str, value: object, field: FieldInfo) -> str:
-    """A fix for a wrong value of the setting of this name: the nearest value, or the
-    setting that the value belongs to, or what the setting is."""
+    """Return a fix for a wrong value of the setting of this name: the nearest value, or
+    the setting that the value belongs to, or what the setting is."""
     fix = f"set {name}: {field.description}"
     if field.default is not None and not field.is_required():
         fix += f" (default: {field.default!r})"
