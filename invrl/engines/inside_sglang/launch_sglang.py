@@ -33,6 +33,7 @@ from invrl.engines.inside_sglang.cache_flush import keep_memory_in_flushes
 from invrl.engines.inside_sglang.canary_priority import put_canaries_first
 from invrl.engines.inside_sglang.drain_route import add_drain_route
 from invrl.engines.inside_sglang.engine_identity import add_identity_route
+from invrl.engines.inside_sglang.engine_instance import add_instance_header
 from invrl.engines.inside_sglang.engine_log import log_in_lines
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
@@ -144,6 +145,7 @@ def import_sglang() -> None:
     hide_keys_in_responses()
     add_drain_route()
     add_identity_route()
+    add_instance_header()
     add_reply_route()
     add_update_routes()
     sglang_on_cpu.fork_children()

@@ -1,9 +1,8 @@
 """Samples, every few seconds, the load of engines and gateway and the memory of each
 kind of process.
 
-Invariants: a query without an answer leaves its part of the sample out; the run
-continues. Engines return numbers that their scheduler has already published, so none of
-its steps waits.
+Invariant: a query without an answer leaves its part of the sample out; the run
+continues.
 """
 
 import asyncio
@@ -16,7 +15,6 @@ from dataclasses import replace
 import httpx
 
 from invrl.engines.launch.engine_server import EngineServer
-from invrl.errors import InvrlError
 from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.cluster import Cluster, Serving
@@ -25,6 +23,7 @@ from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
 from invrl.train.trainer.train_handle import TrainHandle
+from invrl.types.fleet import FleetSnapshot
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
@@ -52,7 +51,7 @@ async def sample_processes(
                 )
                 sample = Sample(
                     time=time.time(),
-                    engines=await _engine_samples(cluster.serving),
+                    engines=engine_samples(cluster.serving.fleet.load),
                     gateway=replace(
                         gateway_sample(ended, interval_s), loop_lag_s=lag_s
                     ),
@@ -109,29 +108,19 @@ def _process_kinds(
     return kinds
 
 
-async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
-    """Sample the engines that answer."""
-    engines = dict(serving.fleet.engines)
-    asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    samples: list[EngineSample] = []
-    for name, answer in zip(engines, answers, strict=True):
-        if isinstance(answer, InvrlError):
-            logger.info("%s does not say how busy it is: %s", name, answer)
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            samples.append(
-                EngineSample(
-                    name=name,
-                    running=answer.running,
-                    waiting=answer.waiting,
-                    kv_use=answer.kv_use,
-                    cache_hit_rate=answer.cache_hit_rate or None,
-                    tokens_per_s=answer.tokens_per_s or None,
-                )
-            )
-    return tuple(samples)
+def engine_samples(fleet: FleetSnapshot) -> tuple[EngineSample, ...]:
+    """Sample the engines that report their load."""
+    return tuple(
+        EngineSample(
+            name=name,
+            running=load.running,
+            waiting=load.waiting,
+            kv_use=load.kv_use,
+            cache_hit_rate=load.cache_hit_rate or None,
+            tokens_per_s=load.tokens_per_s or None,
+        )
+        for name, load in fleet.engines.items()
+    )
 
 
 def _loop_lag_s(serving: Serving) -> float | None:
