@@ -189,6 +189,7 @@ CHECKS = (
     ),
     _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
     _of_settings("weight server", settings_checks.check_weight_host, TRAIN),
+    _of_settings("gate policy", settings_checks.check_gate_policy, EVERY),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
     _of_settings(
         "metrics port",

@@ -368,6 +368,26 @@ _OF_THE_GATEWAY = (
         unit="tokens",
     ),
     Family(
+        name="invrl_gateway_prompt_tokens",
+        kind="counter",
+        labels=("worker", "kind"),
+        help="Prompt tokens of turns since the worker's start: all, and those that an engine had cached",
+        unit="tokens",
+    ),
+    Family(
+        name="invrl_gateway_turns_held",
+        kind="counter",
+        labels=("worker",),
+        help="Turns that the gate held and then let pass, since the worker's start",
+    ),
+    Family(
+        name="invrl_gateway_held_seconds",
+        kind="counter",
+        labels=("worker",),
+        help="Time for which the gate held those turns",
+        unit="seconds",
+    ),
+    Family(
         name="invrl_gateway_loop_lag_seconds",
         labels=("worker", "quantile"),
         help="How late the event loop ran what was due, over the last minute; quantile 1 is the maximum",

@@ -85,6 +85,9 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
     requests: dict[Labels, float | Histogram] = {}
     seconds: dict[Labels, float | Histogram] = {}
     tokens: dict[Labels, float | Histogram] = {}
+    prompt_tokens: dict[Labels, float | Histogram] = {}
+    turns_held: dict[Labels, float | Histogram] = {}
+    held_seconds: dict[Labels, float | Histogram] = {}
     lag: dict[Labels, float | Histogram] = {}
     starts: dict[Labels, float | Histogram] = {}
     for worker, counts in answer["workers"].items():
@@ -93,6 +96,11 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
             lag[(worker, quantile)] = counts[name] / 1000
         for kind, count in counts["tokens"].items():
             tokens[(worker, kind)] = float(count)
+        for kind, count in counts["prompt_tokens"].items():
+            prompt_tokens[(worker, kind)] = float(count)
+        if "gate" in counts:
+            turns_held[(worker,)] = float(counts["gate"]["turns_held"])
+            held_seconds[(worker,)] = float(counts["gate"]["seconds_held"])
         for route, counted in counts["requests"].items():
             for status, count in counted["statuses"].items():
                 requests[(worker, route, status)] = float(count)
@@ -104,6 +112,9 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
         "invrl_gateway_requests": requests,
         "invrl_gateway_request_seconds": seconds,
         "invrl_gateway_tokens": tokens,
+        "invrl_gateway_prompt_tokens": prompt_tokens,
+        "invrl_gateway_turns_held": turns_held,
+        "invrl_gateway_held_seconds": held_seconds,
         "invrl_gateway_loop_lag_seconds": lag,
         "invrl_gateway_worker_starts": starts,
     }
