@@ -445,8 +445,8 @@ def _evaluation(config: Config) -> Contradictions:
             reason,
             f"add it to --eval.sets as NAME={rollout.eval.task_file}",
         )
-    if rollout.eval.samples_per_task > rollout.rollout_concurrency:
-        limit = rollout.rollout_concurrency
+    limit = rollout.first_concurrency
+    if rollout.eval.samples_per_task > limit:
         reason = (
             f"all samples of a task run at the same time, but only {limit} rollouts may"
         )
@@ -465,12 +465,14 @@ def _engines(config: Config) -> Contradictions:
             reason,
             "lower --max-new-tokens or raise --engine.max-total-tokens",
         )
-    if rollout.rollout_concurrency > gateway.session.max_open:
+    if rollout.most_concurrency > gateway.session.max_open:
         reason = f"the gateway admits {gateway.session.max_open} open sessions at most"
         fix = "lower --rollout-concurrency or raise --session.max-open"
+        if rollout.rollout_concurrency == "auto":
+            fix = f"raise --session.max-open to {rollout.most_concurrency}, or give a number"
         yield "rollout.rollout_concurrency", reason, fix
-    if rollout.workers.count > rollout.rollout_concurrency:
-        reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
+    if rollout.workers.count > rollout.first_concurrency:
+        reason = f"only {rollout.first_concurrency} rollouts run at a time"
         yield (
             "workers.count",
             reason,
@@ -589,6 +591,12 @@ def _deadlines(config: Config) -> Contradictions:
             "session.ttl_s",
             reason,
             "raise --session.ttl-s or lower --rollout-timeout-s",
+        )
+    if gateway.gate is not None and gateway.gate.max_hold_s >= limit:
+        yield (
+            "gate.max_hold_s",
+            f"{reason}, and a held turn counts",
+            "lower --gate.max-hold-s or raise --rollout-timeout-s",
         )
     if gateway.late is not None and buffer.batch_timeout_s < gateway.late.deadline_s:
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
