@@ -7,6 +7,7 @@ from functools import cache
 
 from virtual_agents import Agents, AgentsResult, run_agents
 
+from invrl.gateway.config import GateConfig
 from invrl.gateway.gate.policies import program
 
 AGENTS = Agents(slots=32, agents=48, over_subscription=8.0)
@@ -35,6 +36,14 @@ def test_gate_keeps_the_cache_of_the_agents_that_it_lets_pass() -> None:
 def test_gate_makes_the_agents_faster() -> None:
     gated = result_of(gated=True)
     assert gated.turns_per_s >= 1.5 * result_of(gated=False).turns_per_s
+
+
+def test_gate_is_worth_it_with_its_default_limit() -> None:
+    """Turns that pass after the longest hold take some of the cache."""
+    max_hold_s = GateConfig.model_validate({}).max_hold_s
+    limited = result_of(gated=True, max_hold_s=max_hold_s)
+    assert limited.turns_per_s >= 1.5 * result_of(gated=False).turns_per_s
+    assert 0.8 < limited.prefix_hits < result_of(gated=True).prefix_hits
 
 
 def test_gate_holds_nothing_where_the_cache_is_large_enough() -> None:

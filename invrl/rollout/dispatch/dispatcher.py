@@ -5,7 +5,7 @@ them in the pool.
           ▲  None: ask again soon                                             │
           └──────────────── while fewer than `concurrency` run ◄──────────────┘
 
-Invariants: at most `concurrency` rollouts run at a time (a group form with more
+Invariants: no rollout starts while `concurrency` or more run (a group form with more
 sessions than that runs alone); a slot is free as soon as its rollout has ended, before
 its group has; every opened session ends.
 
