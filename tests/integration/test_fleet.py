@@ -339,7 +339,7 @@ async def test_snapshot_has_the_load_of_engines_that_replies_name(pair: Parts) -
     assert all(len(names) == 1 for names in engines.values())
     assert set.union(*engines.values()) == {"engine-0", "engine-1"}
     long = asyncio.create_task(
-        fleet.engines["engine-0"].client.generate(request(0, num_tokens=3000))
+        fleet.engines["engine-0"].client.generate(request(0, num_tokens=2000))
     )
     async with asyncio.timeout(60):
         while not (
