@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 from fakes import FakeEngine, random_reply
@@ -36,6 +38,7 @@ from invrl.types.fleet import EngineLoad, FleetSnapshot, LiveSession, TurnPlan
 from invrl.types.sessions import Sampling
 
 HOLD = TurnPlan(hold=True)
+_NUMBERS = itertools.count()
 
 
 def fleet_of(*kv_tokens: int | None) -> FleetSnapshot:
@@ -190,7 +193,7 @@ class TimedSampler:
 
 def request_of(session_id: str, tokens: int = 100) -> GenerateRequest:
     return GenerateRequest(
-        rid=f"turn-of-{session_id}",
+        rid=f"turn-{next(_NUMBERS)}-of-{session_id}",
         input_ids_T=np.zeros(tokens, np.int32),
         sampling=Sampling(max_new_tokens=10),
         routing_key=session_id,
@@ -315,6 +318,20 @@ def test_session_that_samples_already_is_not_held() -> None:
     assert gated.engines.ended_at == [11.0, 11.5]
 
 
+def test_further_attempt_at_a_turn_does_not_wait_again() -> None:
+    gated = Gated(hold_all, max_hold_s=10.0)
+    first = request_of("a")
+    again = msgspec.structs.replace(first, rid=f"{first.rid}-again-1")
+
+    async def work() -> None:
+        await gated.sampler.generate(first)
+        await gated.sampler.generate(again)
+
+    gated.run(work())
+    assert gated.engines.ended_at == [11.0, 12.0]
+    assert gated.gate.metrics()["turns_held"] == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
@@ -404,7 +421,7 @@ def test_moved_session_is_sent_with_a_key_that_its_new_engine_has() -> None:
     gated.run(work())
     # The first time no session is known to be at e1.
     assert [sent.routing_key for sent in sampler.requests] == ["a", "b", "b"]
-    assert sampler.requests[2].rid == "turn-of-a"
+    assert sampler.requests[2].rid.endswith("-of-a")
 
 
 def test_policy_sees_what_each_session_does() -> None:

@@ -59,6 +59,8 @@ class _Place:
     """Start of the engine that sampled it."""
     routing_key: str | None = None
     """Key of another session that the router sends to the same engine. None: its own."""
+    turn_id: str | None = None
+    """Last turn that passed. The ids of its further attempts begin with it."""
     num_running: int = 0
     waiting: list[_Waiting] = field(default_factory=list)
 
@@ -109,12 +111,14 @@ class Gate:
     @contextlib.asynccontextmanager
     async def turn(self, request: GenerateRequest) -> AsyncIterator[GatedTurn]:
         """Wait until the turn of `request` may be sampled, and surround its sampling.
-        Yields the request to send."""
+        Yields the request to send. Another attempt at the same turn does not wait."""
         session_id = request.routing_key
         place = self._places.setdefault(session_id, _Place())
-        plan = await self._wait(session_id, place, len(request.input_ids_T))
-        if plan.engine is not None:
-            place.routing_key = self._key_of(plan.engine)
+        if place.turn_id is None or not request.rid.startswith(place.turn_id):
+            plan = await self._wait(session_id, place, len(request.input_ids_T))
+            place.turn_id = request.rid
+            if plan.engine is not None:
+                place.routing_key = self._key_of(plan.engine)
         turn = GatedTurn(
             msgspec.structs.replace(
                 request,
