@@ -98,6 +98,8 @@ def test_engine_that_is_full_for_a_moment_lowers_nothing() -> None:
 
 def test_decrease_waits_until_the_last_one_has_taken_effect() -> None:
     concurrency = AutoConcurrency(40, most=1024)
-    for _ in range(100):
-        assert concurrency.update(fleet(1.0), running=40) in (40, 30)
-    assert concurrency.limit == 30
+    seen = [concurrency.update(fleet(1.0), running=40) for _ in range(3)]
+    assert seen == [40, 40, 30]
+    for running in range(40, 30, -1):
+        assert concurrency.update(fleet(1.0), running=running) == 30
+    assert concurrency.update(fleet(1.0), running=30) == 22
