@@ -65,7 +65,7 @@ class _Bench:
         self._cluster = cluster
         self._store = store
         self._new_tokens = new_tokens
-        self._at_once = config.rollout.rollout_concurrency
+        self._at_once = config.rollout.first_concurrency
         [engine] = cluster.serving.fleet.engines.values()
         self._engine: SglangClient = engine.client
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from invrl.types.batches import TakenBatch, TrainBatch, TrainedCounts
 from invrl.types.file_entry import FileEntries
+from invrl.types.fleet import FleetSnapshot, LiveSession, TurnPlan
 from invrl.types.groups import DroppedGroup, Group, GroupOutcome, TaskHistory
 from invrl.types.leases import GroupLease
 from invrl.types.metrics import Metric
@@ -211,6 +212,16 @@ class HistoryGroupFilter(Protocol):
     in this run and, after a resume, in the resumed one."""
 
     def __call__(self, group: Group, *, history: TaskHistory) -> str | None: ...
+
+
+class GatePolicy(Protocol):
+    """Decides, from the load of the engines and all live sessions, which waiting turns
+    are held. Returns plans by session id; a waiting session without one passes. Called
+    in the gateway's event loop up to 50 times a second, so it must be quick."""
+
+    def __call__(
+        self, fleet: FleetSnapshot, sessions: Sequence[LiveSession]
+    ) -> Mapping[str, TurnPlan]: ...
 
 
 class AdvantageFn(Protocol):

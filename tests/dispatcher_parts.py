@@ -98,9 +98,14 @@ async def until(condition, seconds=60.0):
         await asyncio.sleep(0.002)
 
 
-def started_dispatcher(buffer, opener, pool, concurrency, group_form=False):
+def started_dispatcher(buffer, opener, pool, concurrency, group_form=False, adapt=None):
     dispatcher = Dispatcher(
-        buffer, opener, pool, concurrency=concurrency, group_form=group_form
+        buffer,
+        opener,
+        pool,
+        concurrency=concurrency,
+        group_form=group_form,
+        adapt=adapt,
     )
     dispatcher.start()
     return dispatcher

@@ -77,6 +77,8 @@ class FakeEngine:
         self.abort_next = False
         self.spoil: Callable[[dict], object] = lambda event: event
         """Changes the event that ends an answer, or returns another one."""
+        self.headers: dict[str, str] = {}
+        """Added to those of each answer."""
         self.prompt_tokens_added = 0
         """By which it miscounts the tokens of each prompt."""
         self.requests: list[dict] = []
@@ -136,7 +138,8 @@ class FakeEngine:
         cached = max((_common(prompt, seen) for seen in self._cache), default=0)
         cached = min(cached, len(prompt) - 1)
         spans: list[dict] = []
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        headers = {"Content-Type": "text/event-stream", **self.headers}
+        response = web.StreamResponse(headers=headers)
         if body.get("stream"):
             await response.prepare(request)
         out: dict = {}
@@ -192,7 +195,7 @@ class FakeEngine:
                 await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
         self._cache = [*self._cache[-63:], [*prompt, *reply]]
         if not body.get("stream"):
-            return web.json_response(out)
+            return web.json_response(out, headers=self.headers)
         with contextlib.suppress(ConnectionResetError):
             await response.write(b"data: [DONE]\n\n")
         return response

@@ -114,6 +114,7 @@ INSIDE_THE_GATEWAY: dict[str, set[str]] = {
     "rendering": {"types"},
     "dialects": {"types"},
     "turns": {"types", "session_record", "rendering"},
+    "gate": {"session_record", "turns"},
     "sessions": {"types", "session_record", "registry", "turns"},
     "server": {
         "types",
@@ -123,6 +124,7 @@ INSIDE_THE_GATEWAY: dict[str, set[str]] = {
         "rendering",
         "dialects",
         "turns",
+        "gate",
         "sessions",
     },
 }

@@ -81,7 +81,8 @@ _SERVE = CommandSettings(
         "rollout": frozenset({"temperature", "max_new_tokens"}),
         "engine": _all_keys("engine"),
         # `serve` always applies the grammar that a client's request asks for.
-        "gateway": _all_keys("gateway") - {"constrained"},
+        # Its sessions have no groups, by whose age the gate decides.
+        "gateway": _all_keys("gateway") - {"constrained", "gate"},
         "session": _all_keys("session") - _TRAINING_SESSIONS,
     },
     packages=("sglang", "router"),
@@ -93,6 +94,7 @@ _SERVE = CommandSettings(
         },
         "workers": {"count": 1},
         "eval": {"samples_per_task": 1},
+        "gateway": {"gate": False},
         **_NO_TRAINER,
     },
 )
@@ -106,6 +108,7 @@ _EVAL = CommandSettings(
         "eval": _all_keys("eval") - {"interval"},
         "engine": _all_keys("engine"),
         "gateway": _all_keys("gateway"),
+        "gate": _all_keys("gate"),
         "session": _all_keys("session") - _TRAINING_SESSIONS,
     },
     packages=("sglang", "router"),

@@ -2,7 +2,7 @@
 section, 100 columns wide."""
 
 import textwrap
-from typing import Literal, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -143,6 +143,9 @@ def _placeholder(setting: SettingFlag) -> str:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     if get_origin(annotation) is tuple:
         return "A,B"
+    if get_origin(annotation) is Union:  # a number, or one of some words
+        words = get_args(get_args(annotation)[-1])
+        return "|".join(("N", *words))
     if annotation is int:
         return "N"
     if annotation is float:

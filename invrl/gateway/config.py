@@ -89,6 +89,20 @@ class LateConfig(Section):
     )
 
 
+class GateConfig(Section):
+    """Holds the next turns of some sessions back, while the sessions of an engine need
+    more KV cache than it has."""
+
+    policy: Text = Field(
+        "program",
+        description="what decides which turns are held: program: the oldest groups keep their cache; or "
+        "module:name of a function (fleet, sessions) -> plans",
+    )
+    max_hold_s: PositiveFloat = Field(
+        300.0, description="seconds after which a held turn is sampled all the same"
+    )
+
+
 class GatewayConfig(Section):
     """Address and processes of the gateway, and its handling of conversations."""
 
@@ -102,6 +116,10 @@ class GatewayConfig(Section):
     session: SessionPolicy = SessionPolicy.model_validate({})
     late: LateConfig | None = Field(
         None, description="rewards may come late; left out: without one it has failed"
+    )
+    gate: GateConfig | None = Field(
+        None,
+        description="hold turns back while sessions need more KV cache than an engine has",
     )
     host: str = Field(
         "127.0.0.1", description="address the gateway listens on; the only public one"

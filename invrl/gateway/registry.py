@@ -398,9 +398,13 @@ class SessionRegistry:
         """Return the lived seconds at which the session expires."""
         if record.reward_deadline is not None:
             return record.reward_deadline.awake_s
-        return record.awake_at_opening + min(
-            self._ttl_s, record.session.limits.timeout_s
-        )
+        allowed_s = min(self._ttl_s, record.session.limits.timeout_s)
+        return record.awake_at_opening + allowed_s + record.held_s
+
+    @property
+    def share(self) -> float:
+        """This worker's share of the gateway's open sessions."""
+        return len(self._open) / max(1, sum(self._worker.open_sessions))
 
     def _publish_open_sessions(self) -> None:
         """Publish the number of open sessions here to the other workers."""

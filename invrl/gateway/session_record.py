@@ -55,6 +55,9 @@ class SessionRecord(StoredSession):
     refusals: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_REFUSALS))
     """Last refused requests: status, code and message of each, without repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
+    held_s: float = 0.0
+    """Seconds for which the gate held its turns, which its time to live does not
+    count."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of how requests continued the recording: match levels, tokens of kept
     thinking and of forked prompts."""

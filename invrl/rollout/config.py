@@ -8,6 +8,9 @@ from invrl.types.section import COMMA_SEPARATED, Section, Text
 from invrl.types.top_logprobs import MAX_TOP_LOGPROBS
 
 EvalMode = Literal["sampled", "greedy"]
+_CONCURRENCY = 32
+_MOST_CONCURRENCY = 1024
+"""Most rollouts that run at a time where the load of the engines decides."""
 CurriculumScheme = Literal["learnability", "thompson", "prioritized"]
 
 
@@ -107,8 +110,10 @@ class RolloutConfig(Section):
         4, description="groups in one training batch"
     )
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
-    rollout_concurrency: PositiveInt = Field(
-        32, description="rollouts that run at a time, over all workers"
+    rollout_concurrency: PositiveInt | Literal["auto"] = Field(
+        _CONCURRENCY,
+        description="rollouts that run at a time, over all workers; auto: begins with the default, and "
+        "follows the load of the engines",
     )
     rollout_timeout_s: PositiveFloat = Field(
         300.0, description="seconds after which a rollout has failed"
@@ -129,6 +134,20 @@ class RolloutConfig(Section):
             "training rollouts (read by code that needs `top_logprobs`, as invrl.contrib.simko)",
         )
     )
+
+    @property
+    def first_concurrency(self) -> int:
+        """Rollouts that run at a time at the start, and in an evaluation."""
+        if self.rollout_concurrency == "auto":
+            return _CONCURRENCY
+        return self.rollout_concurrency
+
+    @property
+    def most_concurrency(self) -> int:
+        """Most rollouts that ever run at a time."""
+        if self.rollout_concurrency == "auto":
+            return _MOST_CONCURRENCY
+        return self.rollout_concurrency
 
     @property
     def runs_rollouts(self) -> bool:

@@ -312,6 +312,45 @@ async def test_verification_names_a_weight_changed_outside_of_an_update_while_re
     assert (await updates.verify(60.0)).all_equal
 
 
+@pytest.mark.timeout(1200)
+async def test_snapshot_has_the_load_of_engines_that_replies_name(pair: Parts) -> None:
+    """The router passes the name on that an engine gives itself, and sends every
+    request with the same key to the same engine."""
+    fleet, _, _ = pair
+    async with asyncio.timeout(60):
+        while set(fleet.load.engines) != {"engine-0", "engine-1"}:
+            await asyncio.sleep(0.1)
+    loads = fleet.load.engines
+    assert {load.kv_tokens for load in loads.values()} == {4096}
+    assert not fleet.load.silent
+    engines: dict[int, set[str | None]] = {}
+    client = SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    )
+    async with client:
+        for index in 2 * list(range(12)):
+            whole = await client.generate(request(index))
+            _, streamed = await collect(client.stream(request(index)))
+            names = engines.setdefault(index, set())
+            names |= {
+                fleet.load.engine_of(whole.engine),
+                fleet.load.engine_of(streamed.engine),
+            }
+    assert all(len(names) == 1 for names in engines.values())
+    assert set.union(*engines.values()) == {"engine-0", "engine-1"}
+    long = asyncio.create_task(
+        fleet.engines["engine-0"].client.generate(request(0, num_tokens=2000))
+    )
+    async with asyncio.timeout(60):
+        while not (
+            fleet.load.engines["engine-0"].running
+            and fleet.load.engines["engine-0"].kv_used
+        ):
+            assert not long.done(), "it ended before its load was seen"
+            await asyncio.sleep(0.1)
+    long.cancel()
+
+
 def all_routed(fleet: Fleet) -> bool:
     return all(
         fleet.router.registered(engine.server.url) for engine in fleet.engines.values()

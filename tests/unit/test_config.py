@@ -8,7 +8,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 import pytest
 from checks_by_name import USER_CODE, run_check
@@ -74,6 +74,8 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
             value = False
         else:
             value_type = present_type(leaf.field)
+            if get_origin(value_type) is Union:  # a number, or a word
+                value_type = get_args(value_type)[-1]
             literal = get_origin(value_type) is Literal
             shown_value = (
                 get_args(value_type)[-1]
@@ -570,6 +572,26 @@ def test_configuration_is_frozen() -> None:
             "admits 1024",
             "--session.max-open",
         ),
+        (
+            ["--rollout-concurrency", "many"],
+            "rollout.rollout_concurrency",
+            "valid integer",
+            "auto",
+        ),
+        (
+            ["--rollout-concurrency", "auto", "--session.max-open", "500"],
+            "rollout.rollout_concurrency",
+            "admits 500",
+            "raise --session.max-open to 1024",
+        ),
+        (
+            ["--gate"],
+            "gate.max_hold_s",
+            "a held turn counts",
+            "--rollout-timeout-s",
+        ),
+        (["--gate.max-hold-s", "0"], "gate.max_hold_s", "greater than 0", "seconds"),
+        (["--gate.policy="], "gate.policy", "at least 1", "gate.policy"),
         (
             ["--workers.count", "64"],
             "workers.count",

@@ -197,6 +197,14 @@ def test_sessions_expire_after_their_time():
     assert book.expired(100.0) == [old[1], *young]
 
 
+def test_time_in_which_turns_were_held_does_not_expire_a_session():
+    book = registry()
+    held, other = opened(book, now=0.0)
+    held.held_s = 5.0
+    assert book.expired(10.1) == [other]
+    assert book.expired(15.1) == [held, other]
+
+
 def test_a_summary_counts_only_what_was_delivered_as_trained():
     record = opened(registry())[0]
     record.reward = 0.25

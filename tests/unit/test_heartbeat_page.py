@@ -15,6 +15,7 @@ from invrl.gateway.server.processes.heartbeat_page import (
     beat_interval_s,
     worker_place,
 )
+from invrl.types.fleet import EngineLoad, FleetSnapshot
 from invrl.types.weights import WeightVersion
 
 TIMEOUT_S = 30.0
@@ -156,3 +157,33 @@ def test_each_number_of_the_page_is_its_own(page: HeartbeatPage) -> None:
     assert page.wrong_replies() == 2
     assert page.newest_version() == 7
     assert page.run_has_ended() is True
+
+
+def test_load_of_the_engines_reaches_the_other_processes(page: HeartbeatPage) -> None:
+    assert page.fleet() == FleetSnapshot()
+    load = EngineLoad(running=2, kv_tokens=16384, instance="a1")
+    for fleet in (
+        FleetSnapshot(engines={"engine-0": load, "engine-1": EngineLoad()}),
+        FleetSnapshot(engines={"engine-1": load}),
+        FleetSnapshot(),
+    ):
+        page.announce_load(fleet)
+        assert page.fleet() == fleet
+    assert page.newest_version() == 0
+    assert not page.run_has_ended()
+
+
+def test_load_that_is_being_written_is_not_read(page: HeartbeatPage) -> None:
+    before = FleetSnapshot(engines={"engine-0": EngineLoad(running=1)})
+    page.announce_load(before)
+    assert page.fleet() == before
+    page._snapshot[:8] = b"\0" * 8
+    assert page.fleet() == before
+
+
+def test_load_of_too_many_engines_is_not_announced(page: HeartbeatPage) -> None:
+    few = FleetSnapshot(engines={"engine-0": EngineLoad()})
+    many = FleetSnapshot(engines={f"engine-{n}": EngineLoad() for n in range(5000)})
+    page.announce_load(few)
+    page.announce_load(many)
+    assert page.fleet() == few

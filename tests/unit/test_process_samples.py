@@ -13,19 +13,21 @@ import psutil
 import pytest
 from recorded_run import record_run
 
-from invrl.engines.client.sglang_responses import EngineLoad, decode_load
+from invrl.engines.client.sglang_responses import decode_load
 from invrl.errors import ServerError
 from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.background import in_background
 from invrl.run.processes.process_samples import (
+    engine_samples,
     gateway_sample,
     process_memory,
     sample_memory,
 )
 from invrl.store.run_store import EndedTurns, RunStore
-from invrl.store.timeline_file import Sample
+from invrl.store.timeline_file import EngineSample, Sample
 from invrl.train.trainer.train_handle import TrainHandle
+from invrl.types.fleet import EngineLoad, FleetSnapshot
 
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); p.wait()"
 CHILD = "content = bytearray(60_000_000); print('ready', flush=True); import time; time.sleep(600)"
@@ -89,6 +91,28 @@ def test_schedulers_of_an_engine_count_together() -> None:
     assert both.waiting == 1
     assert both.tokens_per_s == 7.0
     assert both.kv_use == pytest.approx(0.3)
+
+
+def test_kv_cache_of_an_engine_is_that_of_all_its_schedulers() -> None:
+    one = b'{"max_total_num_tokens": 1000, "num_used_tokens": 300}'
+    load = decode_load(b'{"loads": [' + one + b"," + one + b"]}")
+    assert load.kv_tokens == 2000
+    assert load.kv_used == 600
+    assert decode_load(b'{"loads": [{}]}').kv_tokens is None
+
+
+def test_engine_samples_have_the_engines_that_report_their_load() -> None:
+    load = EngineLoad(running=3, waiting=1, kv_use=0.5, cache_hit_rate=0.9)
+    assert engine_samples(FleetSnapshot(engines={"engine-1": load})) == (
+        EngineSample(
+            name="engine-1",
+            running=3,
+            waiting=1,
+            kv_use=0.5,
+            cache_hit_rate=0.9,
+            tokens_per_s=None,
+        ),
+    )
 
 
 @pytest.mark.parametrize(

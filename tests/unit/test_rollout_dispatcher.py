@@ -55,6 +55,53 @@ async def test_every_leased_rollout_runs_once():
     assert opener.aborted == {}
 
 
+async def test_number_of_slots_follows_the_load(monkeypatch: pytest.MonkeyPatch):
+    """Rollouts that run beyond a lower number end by themselves."""
+    monkeypatch.setattr(module, "_ADAPT_S", 0.01)
+    pool = HeldPool()
+    limits = [2]
+    seen = []
+
+    def adapt(running: int) -> int:
+        seen.append(running)
+        return limits[-1]
+
+    dispatcher = started_dispatcher(
+        Leases(groups=5), Opener(), pool, concurrency=2, adapt=adapt
+    )
+    await until(lambda: len(pool.running) == 2)
+    limits.append(6)
+    await until(lambda: len(pool.running) == 6)
+    limits.append(1)
+    num_seen = len(seen)
+    await until(lambda: len(seen) > num_seen + 2)
+    assert len(pool.running) == 6
+    for ids in list(pool.running)[:4]:
+        pool.release(*ids)
+    await until(lambda: seen[-1] == 2)
+    num_seen = len(seen)
+    await until(lambda: len(seen) > num_seen + 2)
+    assert len(pool.running) == 2
+    await dispatcher.stop()
+    num_seen = len(seen)
+    await asyncio.sleep(0.05)
+    assert len(seen) == num_seen
+
+
+async def test_adaptation_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_ADAPT_S", 0.01)
+
+    def adapt(running: int) -> int:
+        raise ZeroDivisionError
+
+    dispatcher = started_dispatcher(
+        Leases(groups=1), Opener(), HeldPool(), concurrency=1, adapt=adapt
+    )
+    with pytest.raises(ZeroDivisionError):
+        await dispatcher.guard(asyncio.sleep(60))
+    await dispatcher.stop()
+
+
 async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
     buffer = Leases(groups=2)
     pool = HeldPool()

@@ -52,7 +52,8 @@ invrl_rollouts invrl_groups invrl_rollouts_ended_total invrl_rollouts_failed_tot
 invrl_checkpoint_timestamp_seconds invrl_checkpoint_step invrl_source_up invrl_engines
 invrl_engine_restarts_total invrl_disk_free_bytes invrl_disk_size_bytes invrl_process_resident_bytes
 invrl_gateway_sessions invrl_gateway_requests_total invrl_gateway_request_seconds
-invrl_gateway_tokens_total invrl_gateway_loop_lag_seconds invrl_gateway_worker_starts_total
+invrl_gateway_tokens_total invrl_gateway_prompt_tokens_total invrl_gateway_turns_held_total
+invrl_gateway_held_seconds_total invrl_gateway_loop_lag_seconds invrl_gateway_worker_starts_total
 """.split()
 """Dashboards and alerts of users have these names: none is changed or taken away."""
 UNITS = ("_seconds", "_bytes", "_ratio", "_tokens", "_per_second")
@@ -345,6 +346,7 @@ WORKER = {
     "p99": 20.0,
     "max": 300.0,
     "tokens": {"sampled": 9},
+    "prompt_tokens": {"all": 100, "cached": 96},
     "requests": {
         "/v1/messages": {
             "statuses": {"200": 3, "503": 1},
@@ -360,7 +362,7 @@ def test_gateway_metrics_are_exported_per_worker() -> None:
         "sessions": {"open": 3, "finished": 9},
         "workers": {
             "0": WORKER,
-            "1": {**WORKER, "starts": 1},
+            "1": {**WORKER, "gate": {"turns_held": 4, "seconds_held": 2.5}},
         },
     }
     exporter = RunExporter()
@@ -383,6 +385,10 @@ def test_gateway_metrics_are_exported_per_worker() -> None:
         0.02
     )
     assert values[("invrl_gateway_worker_starts_total", "0")] == 2
+    assert values[("invrl_gateway_prompt_tokens_total", "cached", "0")] == 96
+    assert values[("invrl_gateway_turns_held_total", "1")] == 4
+    assert values[("invrl_gateway_held_seconds_total", "1")] == 2.5
+    assert ("invrl_gateway_turns_held_total", "0") not in values
 
 
 def test_exported_disk_and_checkpoint_are_those_of_the_run_folder(

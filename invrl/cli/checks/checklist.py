@@ -193,6 +193,7 @@ CHECKS = (
     ),
     Check("weight folder", settings_checks.check_weight_folder, TRAIN),
     Check("weight server", settings_checks.check_weight_host, TRAIN),
+    Check("gate policy", settings_checks.check_gate_policy, EVERY),
     Check("gateway port", settings_checks.check_gateway_port, EVERY),
     Check(
         "metrics port",

@@ -54,6 +54,16 @@ def check_reward_function(config: Config) -> object:
     return plugins.load_reward_function(path)
 
 
+def check_gate_policy(config: Config) -> object:
+    """Check that the gate's policy is built in, or can be called as one."""
+    from invrl.gateway.gate.policies import gate_policy
+
+    gate = config.gateway.gate
+    if gate is None:
+        return "none"
+    return gate_policy(gate.policy)
+
+
 def check_row_length(config: Config) -> str:
     """Check that a prompt and the longest reply fit a conversation. Reports how long
     that may be, and how the trainer handles a long one."""

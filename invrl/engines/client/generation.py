@@ -78,6 +78,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Number of likeliest tokens to return for each sampled token."""
     path_tokens: int = 0
     """Prompt tokens that belong to earlier turns, which recorded their experts."""
+    priority: int | None = None
+    """Larger is sampled first. For engines with priority scheduling only."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -107,6 +109,8 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     experts_TLK: RoutedExperts | None = None
     """Experts of the turn's tokens: those of the prompt that no earlier turn has, then
     the sampled ones. None if they are not recorded, or missing."""
+    engine: str | None = None
+    """Name that the engine gives itself (`EngineLoad.instance`)."""
 
 
 class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
@@ -143,6 +147,8 @@ def generate_json(
         "return_logprob": True,
         "stream": stream,
     }
+    if request.priority is not None:
+        body["priority"] = request.priority
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
     if with_experts:

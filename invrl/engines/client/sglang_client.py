@@ -26,7 +26,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -48,7 +48,6 @@ from invrl.engines.client.reply_check import (
 )
 from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_responses import (
-    EngineLoad,
     decode_drained,
     decode_event,
     decode_load,
@@ -57,6 +56,7 @@ from invrl.engines.client.sglang_responses import (
     read_events,
 )
 from invrl.engines.inside_sglang.canary_priority import canary_rid
+from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER
 from invrl.engines.inside_sglang.engine_routes import (
     DRAIN_PATH,
     NAME_PATH,
@@ -76,6 +76,7 @@ from invrl.host.network.http_connection import (
     HttpError,
 )
 from invrl.host.output.traces import current_traceparent
+from invrl.types.fleet import EngineLoad
 from invrl.types.tasks import Json
 from invrl.types.weights import WeightVersion
 
@@ -113,6 +114,14 @@ class EngineLimits:
         if max_total_tokens is not None:
             context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)
         return cls(vocab_size=int(config["vocab_size"]), context_length=context_length)
+
+
+class _Reply(NamedTuple):
+    """A whole response."""
+
+    body: bytes
+    engine: str | None
+    """Name that the engine gives itself; None if it has none."""
 
 
 class SglangClient:
@@ -166,18 +175,19 @@ class SglangClient:
         Raises SessionError (400) for an invalid request, ServerError, DeadlineError.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
-        answer = await self._ask(
+        body = generate_json(
+            request, stream=False, with_experts=self._experts is not None
+        )
+        reply = await self._ask_named(
             "/generate",
-            generate_json(
-                request, stream=False, with_experts=self._experts is not None
-            ),
+            body,
             deadline_s=self._generate_deadline_s,
             routing_key=request.routing_key,
         )
         reader = self._reader(request)
         with self._report_wrong_replies():
-            chunk = reader.add(decode_event(answer))
-            end = reader.end()
+            chunk = reader.add(decode_event(reply.body))
+            end = msgspec.structs.replace(reader.end(), engine=reply.engine)
         return GenerateResult(
             **msgspec.structs.asdict(end),
             ids_T=chunk.ids_T,
@@ -199,6 +209,7 @@ class SglangClient:
             request, stream=True, with_experts=self._experts is not None
         )
         reader = self._reader(request)
+        engine = None
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
@@ -206,6 +217,7 @@ class SglangClient:
                     "/generate", body, key=self.api_key, routing_key=request.routing_key
                 ) as response,
             ):
+                engine = response.headers.get(INSTANCE_HEADER)
                 async for data in read_events(response):
                     with self._report_wrong_replies():
                         chunk = reader.add(decode_event(data))
@@ -215,7 +227,7 @@ class SglangClient:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
         with self._report_wrong_replies():
-            end = reader.end()
+            end = msgspec.structs.replace(reader.end(), engine=engine)
         yield end
 
     @contextlib.contextmanager
@@ -382,9 +394,8 @@ class SglangClient:
     async def load(self, *, deadline_s: float) -> EngineLoad:
         """Return the load that the schedulers published last, without delaying a step.
         Raises ServerError, DeadlineError."""
-        return decode_load(
-            await self._ask("/v1/loads?include=core", deadline_s=deadline_s)
-        )
+        reply = await self._ask_named("/v1/loads?include=core", deadline_s=deadline_s)
+        return msgspec.structs.replace(decode_load(reply.body), instance=reply.engine)
 
     async def generates(self, *, deadline_s: float) -> bool:
         """Whether the scheduler makes a token: it does not while paused, starting, or
@@ -412,8 +423,20 @@ class SglangClient:
         *,
         deadline_s: float,
         key: str | None = None,
-        routing_key: str = "",
     ) -> bytes:
+        """Return the body of `_ask_named`."""
+        reply = await self._ask_named(path, body, deadline_s=deadline_s, key=key)
+        return reply.body
+
+    async def _ask_named(
+        self,
+        path: str,
+        body: Mapping[str, Json] | None = None,
+        *,
+        deadline_s: float,
+        key: str | None = None,
+        routing_key: str = "",
+    ) -> _Reply:
         """Return the whole response of `_open`. `key` None stands for the key that
         samples."""
         if key is None:
@@ -423,7 +446,9 @@ class SglangClient:
                 asyncio.timeout(deadline_s),
                 self._open(path, body, key=key, routing_key=routing_key) as response,
             ):
-                return await response.read()
+                return _Reply(
+                    await response.read(), response.headers.get(INSTANCE_HEADER)
+                )
         except TimeoutError:
             raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
 

@@ -12,6 +12,7 @@ import msgspec
 from invrl.engines.client.version_spans import EngineSpan
 from invrl.errors import WrongReplyError
 from invrl.host.network.http_connection import HttpConnection
+from invrl.types.fleet import EngineLoad
 from invrl.types.turns import FinishReason
 
 _T = TypeVar("_T")
@@ -54,19 +55,6 @@ class GenerateEvent(msgspec.Struct):
     """Present instead of tokens if the engine has failed the generation."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of a scheduler, or of several of one engine together."""
-
-    running: int = msgspec.field(name="num_running_reqs", default=0)
-    waiting: int = msgspec.field(name="num_waiting_reqs", default=0)
-    kv_use: float = msgspec.field(name="token_usage", default=0.0)
-    """Used share of the KV cache."""
-    cache_hit_rate: float = 0.0
-    """Hit rate of the last prompts. 0 also if SGLang's own metrics are off, as is the
-    next field."""
-    tokens_per_s: float = msgspec.field(name="gen_throughput", default=0.0)
-
-
 class _Loads(msgspec.Struct):
     loads: list[EngineLoad]
 
@@ -84,7 +72,10 @@ def decode_load(data: bytes) -> EngineLoad:
     if len(loads) == 1:
         return loads[0]
     number = max(1, len(loads))
+    kv_tokens = [load.kv_tokens for load in loads if load.kv_tokens is not None]
     return EngineLoad(
+        kv_tokens=sum(kv_tokens) if kv_tokens else None,
+        kv_used=sum(load.kv_used for load in loads),
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         kv_use=sum(load.kv_use for load in loads) / number,

@@ -31,6 +31,7 @@ from invrl.engines.fleet.engine_processes import EngineProcesses
 from invrl.engines.fleet.engine_restarts import EngineRestarts
 from invrl.engines.fleet.fleet_router import FleetRouter
 from invrl.engines.fleet.fleet_state import FleetState
+from invrl.engines.fleet.load_watch import LoadWatch
 from invrl.engines.launch.engine_launcher import Engine, EngineLauncher
 from invrl.engines.launch.sglang_args import router_flags
 from invrl.engines.router.router_server import RouterServer
@@ -40,6 +41,7 @@ from invrl.host.output.incidents import incidents
 from invrl.host.output.log_lines import LogSettings
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.interfaces import WeightReceiver
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.weights import WeightVersion
 from invrl.weights.config import AnyWeights, ArenaWeights
 
@@ -121,6 +123,9 @@ class Fleet:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._examination: asyncio.Task[None] | None = None
+        self._load_watch = LoadWatch(
+            lambda: {name: engine.client for name, engine in self.engines.items()}
+        )
         # Threads of our own, enough of them: those that wait for an engine to start
         # must not delay those that end one.
         self._calls = BlockingCalls(3 * len(self._launcher.names) + 3, name="fleet")
@@ -158,6 +163,7 @@ class Fleet:
         self._watches["router"] = asyncio.create_task(
             self._router.watch(self._route_again)
         )
+        self._watches["load"] = asyncio.create_task(self._load_watch.follow())
 
     async def admit(self) -> None:
         """Register the engines, which hold the fleet's version, with the router.
@@ -245,6 +251,11 @@ class Fleet:
         while not self.engines:
             self.check()
             await asyncio.sleep(_ENGINE_POLL_S)
+
+    @property
+    def load(self) -> FleetSnapshot:
+        """Load of the engines, about a second old."""
+        return self._load_watch.snapshot
 
     def state(self) -> FleetState:
         """Return the fleet's state. Any thread may call this."""

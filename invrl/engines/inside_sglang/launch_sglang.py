@@ -32,6 +32,7 @@ from invrl.engines.inside_sglang.atomic_weight_load import (
 from invrl.engines.inside_sglang.cache_flush import keep_memory_in_flushes
 from invrl.engines.inside_sglang.canary_priority import put_canaries_first
 from invrl.engines.inside_sglang.engine_identity import add_identity_route
+from invrl.engines.inside_sglang.engine_instance import add_instance_header
 from invrl.engines.inside_sglang.engine_log import log_in_lines
 from invrl.engines.inside_sglang.engine_routes import add_routes
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
@@ -142,6 +143,7 @@ def import_sglang() -> None:
     hide_keys_in_responses()
     add_identity_route()
     add_routes()
+    add_instance_header()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until it is written, as a collection does
     gc.enable()

@@ -77,6 +77,9 @@ class GatewaySettings(GatewayConfig):
         240.0,
         description="seconds that a turn waits to be recorded, if the disk is full",
     )
+    priority_scheduling: bool = Field(
+        False, description="engines sample requests with a larger priority first"
+    )
     keep_alive_s: PositiveFloat = Field(
         10.0,
         description="seconds without a token after which a stream sends a keep-alive",

@@ -356,6 +356,26 @@ _OF_THE_GATEWAY = (
         unit="tokens",
     ),
     Family(
+        "invrl_gateway_prompt_tokens",
+        "Prompt tokens of turns since the worker's start: all, and those that an engine had cached",
+        kind="counter",
+        labels=("worker", "kind"),
+        unit="tokens",
+    ),
+    Family(
+        "invrl_gateway_turns_held",
+        "Turns that the gate held and then let pass, since the worker's start",
+        kind="counter",
+        labels=("worker",),
+    ),
+    Family(
+        "invrl_gateway_held_seconds",
+        "Time for which the gate held those turns",
+        kind="counter",
+        labels=("worker",),
+        unit="seconds",
+    ),
+    Family(
         "invrl_gateway_loop_lag_seconds",
         "How late the event loop ran what was due, over the last minute; quantile 1 is the maximum",
         labels=("worker", "quantile"),

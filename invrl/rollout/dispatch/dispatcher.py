@@ -5,7 +5,7 @@ them in the pool.
           ▲  None: ask again soon                                             │
           └──────────────── while fewer than `concurrency` run ◄──────────────┘
 
-Invariants: at most `concurrency` rollouts run at a time (a group form with more
+Invariants: no rollout starts while `concurrency` or more run (a group form with more
 sessions than that runs alone); a slot is free as soon as its rollout has ended, before
 its group has; every opened session ends.
 
@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -44,8 +44,14 @@ _POLL_S = 0.04
 """Wait before the buffer is asked again after it had no lease."""
 _ADMISSION_TIMEOUT_S = 600.0
 """A gateway that admits no session for this long is considered lost."""
+_ADAPT_S = 1.0
+"""Pause between two adaptations of the concurrency."""
 _END_TIMEOUT_S = 5.0
 """Deadline of each abort at the end of the run. A gateway that has ended needs none."""
+
+
+Adapt = Callable[[int], int]
+"""Takes the number of running rollouts, and returns how many may run."""
 
 
 async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
@@ -152,7 +158,8 @@ class _Running:
 
 class Dispatcher(Scheduler):
     """Runs leases in the worker pool. With `group_form` a lease is one assignment with
-    all its sessions, otherwise one assignment per session."""
+    all its sessions, otherwise one assignment per session. `concurrency` rollouts run
+    at a time; with `adapt`, that is their number at the start."""
 
     def __init__(
         self,
@@ -162,15 +169,30 @@ class Dispatcher(Scheduler):
         *,
         concurrency: int,
         group_form: bool,
+        adapt: Adapt | None = None,
     ) -> None:
         super().__init__(buffer)
         self._sessions = sessions
         self._pool = pool
         self._concurrency = concurrency
         self._group_form = group_form
+        self._adapt = adapt
+        self._adapting: asyncio.Task[None] | None = None
         self._waiting: deque[Assignment] = deque()
         self._runs: dict[asyncio.Task[None], _Running] = {}
         self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        super().start()
+        if self._adapt is not None:
+            adapting = self._adapt_forever(self._adapt)
+            self._adapting = asyncio.create_task(self._guarded(adapting))
+
+    async def _adapt_forever(self, adapt: Adapt) -> None:
+        while not self._stopping:
+            await asyncio.sleep(_ADAPT_S)
+            self._concurrency = adapt(self.running)
+            self._changed.set()
 
     @property
     def running(self) -> int:
@@ -210,6 +232,8 @@ class Dispatcher(Scheduler):
         await asyncio.gather(*aborts)
 
     async def _end_all(self) -> None:
+        if self._adapting is not None:
+            self._adapting.cancel()
         sessions: list[Session] = []
         for assignment in self._waiting:
             sessions.extend(assignment.sessions)

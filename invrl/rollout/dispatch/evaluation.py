@@ -162,7 +162,7 @@ async def evaluate(
         samples = config.eval.samples_per_task
         temperature = 1.0
     sampling = Sampling(temperature=temperature, max_new_tokens=config.max_new_tokens)
-    task_slots = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
+    task_slots = asyncio.Semaphore(max(1, config.first_concurrency // samples))
 
     async def run_lease(lease: GroupLease) -> list[Outcome]:
         group_sessions = await sessions.open(lease, purpose="eval", sampling=sampling)

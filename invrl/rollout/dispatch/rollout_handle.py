@@ -15,13 +15,15 @@ from typing import TypeVar
 from invrl.host.output.log_lines import LogSettings
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.dispatch.dispatcher import Dispatcher, Scheduler
+from invrl.rollout.dispatch.auto_concurrency import AutoConcurrency
+from invrl.rollout.dispatch.dispatcher import Adapt, Dispatcher, Scheduler
 from invrl.rollout.dispatch.evaluation import EvalScore, Evaluation, Watch, evaluate
 from invrl.rollout.dispatch.external_environments import ExternalDispatcher
 from invrl.rollout.tasks.tasks import load_eval_sets
 from invrl.rollout.workers.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.workers.worker_actor import WorkerSettings
 from invrl.rollout.workers.worker_pool import RayWorker, WorkerPool
+from invrl.types.fleet import FleetSnapshot
 from invrl.user_code import plugins
 
 T = TypeVar("T")
@@ -32,7 +34,9 @@ class RolloutHandle:
     """Workers, dispatcher and evaluation. `model` is the name that agents send. Without
     a buffer it only runs evaluations. With `external_dispatcher`, environments that we
     do not start run the buffer's leases. `logs` is the folder for the output of the
-    workers; None: Ray keeps it. `log` sets what they log; None: user code does."""
+    workers; None: Ray keeps it. `log` sets what they log; None: user code does.
+    `read_fleet` returns the newest load of the engines, for a concurrency that follows
+    it."""
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class RolloutHandle:
         heartbeat_timeout_s: float = 30.0,
         logs: Path | None = None,
         log: LogSettings | None = None,
+        read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -64,7 +69,7 @@ class RolloutHandle:
         make_worker = partial(
             RayWorker,
             settings,
-            concurrency=config.rollout_concurrency,
+            concurrency=config.most_concurrency,
             heartbeat_timeout_s=heartbeat_timeout_s,
             logs=logs,
         )
@@ -81,8 +86,9 @@ class RolloutHandle:
                 buffer,
                 self._sessions,
                 self._pool,
-                concurrency=config.rollout_concurrency,
+                concurrency=config.first_concurrency,
                 group_form=self._group_form,
+                adapt=_adaptation(config, read_fleet),
             )
 
     async def start(self) -> None:
@@ -150,3 +156,15 @@ class RolloutHandle:
         await self.stop_dispatching()
         self._pool.stop()
         await self._sessions.close()
+
+
+def _adaptation(
+    config: RolloutConfig, read_fleet: Callable[[], FleetSnapshot]
+) -> Adapt | None:
+    """Return what adapts the concurrency to the load; None if it is constant."""
+    if config.rollout_concurrency != "auto":
+        return None
+    concurrency = AutoConcurrency(
+        config.first_concurrency, most=config.most_concurrency
+    )
+    return lambda running: concurrency.update(read_fleet(), running=running)

@@ -100,6 +100,7 @@ class Serving:
         while True:
             self.gateway.check_alive()
             self.fleet.check()
+            self.gateway.announce_load(self.fleet.load)
             if self.gateway.wrong_replies > wrong_replies:
                 wrong_replies = self.gateway.wrong_replies
                 self.fleet.examine(self.gateway.newest_version)
@@ -206,6 +207,7 @@ def _gateway_settings(
         "port": config.gateway.port or free_port,
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
+        "priority_scheduling": config.uses_priority_scheduling,
         "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
         "model_name": model_name,
@@ -472,6 +474,7 @@ def create_rollouts(
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
+        read_fleet=lambda: serving.fleet.load,
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,

@@ -94,6 +94,14 @@ def gateway_numbers(reply: Mapping[str, Any]) -> Numbers:
             numbers["invrl_gateway_loop_lag_seconds"][(worker, quantile)] = lag_s
         for kind, count in counts["tokens"].items():
             numbers["invrl_gateway_tokens"][(worker, kind)] = float(count)
+        for kind, count in counts["prompt_tokens"].items():
+            numbers["invrl_gateway_prompt_tokens"][(worker, kind)] = float(count)
+        if "gate" in counts:
+            held = counts["gate"]
+            numbers["invrl_gateway_turns_held"][(worker,)] = float(held["turns_held"])
+            numbers["invrl_gateway_held_seconds"][(worker,)] = float(
+                held["seconds_held"]
+            )
         for route, counted in counts["requests"].items():
             for status, count in counted["statuses"].items():
                 labels = (worker, route, status)

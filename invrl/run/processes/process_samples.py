@@ -1,9 +1,8 @@
 """Samples, every few seconds, the load of engines and gateway and the memory of each
 kind of process.
 
-Invariants: a query without an answer leaves its part of the sample out; the run
-continues. Engines return numbers that their scheduler has already published, so none of
-its steps waits.
+Invariant: a query without an answer leaves its part of the sample out; the run
+continues.
 """
 
 import asyncio
@@ -16,7 +15,6 @@ from dataclasses import replace
 import httpx
 
 from invrl.engines.launch.engine_server import EngineServer
-from invrl.errors import InvrlError
 from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.processes.cluster import Cluster, Serving
@@ -25,6 +23,7 @@ from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
 from invrl.train.trainer.train_handle import TrainHandle
+from invrl.types.fleet import FleetSnapshot
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
@@ -49,7 +48,7 @@ async def sample_processes(
             memory = await asyncio.to_thread(process_memory, serving, cluster.trainer)
             return Sample(
                 time=time.time(),
-                engines=await _engine_samples(serving),
+                engines=engine_samples(serving.fleet.load),
                 gateway=replace(gateway_sample(ended, seconds), loop_lag_s=lag_s),
                 memory=memory,
             )
@@ -109,29 +108,19 @@ def _process_kinds(
     return kinds
 
 
-async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
-    """Sample the engines that reply."""
-    engines = dict(serving.fleet.engines)
-    asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
-    replies = await asyncio.gather(*asked, return_exceptions=True)
-    samples: list[EngineSample] = []
-    for name, reply in zip(engines, replies, strict=True):
-        if isinstance(reply, InvrlError):
-            logger.info("%s does not say how busy it is: %s", name, reply)
-        elif isinstance(reply, BaseException):
-            raise reply
-        else:
-            samples.append(
-                EngineSample(
-                    name=name,
-                    running=reply.running,
-                    waiting=reply.waiting,
-                    kv_use=reply.kv_use,
-                    cache_hit_rate=reply.cache_hit_rate or None,
-                    tokens_per_s=reply.tokens_per_s or None,
-                )
-            )
-    return tuple(samples)
+def engine_samples(fleet: FleetSnapshot) -> tuple[EngineSample, ...]:
+    """Sample the engines that report their load."""
+    return tuple(
+        EngineSample(
+            name=name,
+            running=load.running,
+            waiting=load.waiting,
+            kv_use=load.kv_use,
+            cache_hit_rate=load.cache_hit_rate or None,
+            tokens_per_s=load.tokens_per_s or None,
+        )
+        for name, load in fleet.engines.items()
+    )
 
 
 def _loop_lag_s(serving: Serving) -> float | None:

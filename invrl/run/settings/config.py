@@ -83,6 +83,13 @@ class Config(Section):
         return self.run.debug_train_only or self.trains_on_data
 
     @property
+    def uses_priority_scheduling(self) -> bool:
+        """Whether the engines sample requests with a larger priority first."""
+        options = {name.replace("-", "_"): given for name, given in self.sglang.items()}
+        lowest_first = options.get("schedule_low_priority_values_first", False)
+        return bool(options.get("enable_priority_scheduling")) and not lowest_first
+
+    @property
     def critic_folder(self) -> Path:
         """Absolute folder of the critic's initial model; meaningless without a
         `model_path`."""

@@ -359,8 +359,8 @@ def _evaluation(config: Config) -> Contradictions:
             reason,
             f"add it to --eval.sets as NAME={rollout.eval.task_file}",
         )
-    if rollout.eval.samples_per_task > rollout.rollout_concurrency:
-        limit = rollout.rollout_concurrency
+    limit = rollout.first_concurrency
+    if rollout.eval.samples_per_task > limit:
         reason = (
             f"all samples of a task run at the same time, but only {limit} rollouts may"
         )
@@ -379,6 +379,12 @@ def _deadlines(config: Config) -> Contradictions:
             "session.ttl_s",
             reason,
             "raise --session.ttl-s or lower --rollout-timeout-s",
+        )
+    if gateway.gate is not None and gateway.gate.max_hold_s >= limit:
+        yield (
+            "gate.max_hold_s",
+            f"{reason}, and a held turn counts",
+            "lower --gate.max-hold-s or raise --rollout-timeout-s",
         )
     if gateway.late is not None and buffer.batch_timeout_s < gateway.late.deadline_s:
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"

@@ -39,12 +39,14 @@ def _engines(config: Config) -> Contradictions:
             reason,
             "lower --max-new-tokens or raise --engine.max-total-tokens",
         )
-    if rollout.rollout_concurrency > gateway.session.max_open:
+    if rollout.most_concurrency > gateway.session.max_open:
         reason = f"the gateway admits {gateway.session.max_open} open sessions at most"
         fix = "lower --rollout-concurrency or raise --session.max-open"
+        if rollout.rollout_concurrency == "auto":
+            fix = f"raise --session.max-open to {rollout.most_concurrency}, or give a number"
         yield "rollout.rollout_concurrency", reason, fix
-    if rollout.workers.count > rollout.rollout_concurrency:
-        reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
+    if rollout.workers.count > rollout.first_concurrency:
+        reason = f"only {rollout.first_concurrency} rollouts run at a time"
         yield (
             "workers.count",
             reason,

@@ -33,6 +33,7 @@ from invrl.host.output.incidents import incidents
 from invrl.host.output.log_lines import write_log_lines
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.host.processes.process import PYTHON_MODULE, RestartLimit, ServerProcess
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.weights import WeightVersion
 
 _RESTARTS_PER_MINUTE = 5
@@ -111,6 +112,10 @@ class GatewayServer:
     def newest_version(self) -> WeightVersion:
         """Version announced last."""
         return self._heartbeats.newest_version()
+
+    def announce_load(self, fleet: FleetSnapshot) -> None:
+        """Give the workers the load of the engines."""
+        self._heartbeats.announce_load(fleet)
 
     @property
     def wrong_replies(self) -> int:

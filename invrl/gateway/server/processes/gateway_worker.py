@@ -26,6 +26,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.output.log_lines import write_log_lines
 from invrl.host.output.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.weights import WeightVersion
 
 
@@ -40,11 +41,13 @@ def serve(
     run_ended: Callable[[], bool],
     newest_version: Callable[[], WeightVersion],
     on_wrong_reply: Callable[[], object],
+    read_fleet: Callable[[], FleetSnapshot],
 ) -> None:
     """Run until SIGTERM, which the caller has blocked. On return, every accepted turn
     is committed. `beat` is called regularly while the event loop runs. `run_ended`:
     whether environments that the run did not start learn that it has ended.
-    `newest_version` and `on_wrong_reply` are those of `SglangClient`."""
+    `newest_version` and `on_wrong_reply` are those of `SglangClient`. `read_fleet`
+    returns the newest load of the engines."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there
     # before its own. (With SIG_IGN the kernel would discard a signal that arrived while
@@ -76,6 +79,7 @@ def serve(
             on_shutdown=fleet.close,
             ending=lambda: server.should_exit,
             run_ended=run_ended,
+            read_fleet=read_fleet,
         )
         http_protocol = limited_http_protocol(
             head_timeout_s=settings.head_timeout_s,

@@ -4,8 +4,9 @@ The supervisor and the event loop of each worker each increment a counter. The
 supervisor checks the workers' counters; the process that started the gateway checks the
 supervisor's. A process whose counter has not changed for `heartbeat_timeout_s` is
 stopped or hangs: it is killed and replaced like one that died. The page also tells the
-workers that the run has ended, and the newest version of the weights; in it the workers
-count wrong answers of engines, and the lived time of each worker's place. Invariant: a
+workers that the run has ended, the newest version of the weights, and the load of the
+engines; in it the workers count wrong answers of engines, and the lived time of each
+worker's place. Invariant: a
 suspended machine or a stopped watcher makes no process count as silent: of the time
 between two checks, at most a quarter of the timeout counts.
 """
@@ -13,9 +14,13 @@ between two checks, at most a quarter of the timeout counts.
 import mmap
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from invrl.host.processes.awake_time import Stopwatch
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.weights import WeightVersion
 
 SUPERVISOR = 0
@@ -23,6 +28,8 @@ SUPERVISOR = 0
 START_ALLOWANCE_S = 120.0
 """Deadline of a new process's first heartbeat."""
 _WORD_BYTES = 8
+_SNAPSHOT_BYTES = 1 << 18
+"""Room for the load of about a thousand engines."""
 
 
 def worker_place(number: int) -> int:
@@ -40,12 +47,18 @@ class HeartbeatPage:
     the number of heartbeats, how often the process was killed because they stopped,
     wrong answers of engines, how often it has ended by itself, and the lived time of
     its place (`AwakeClock`). Then comes the newest version of the weights. The last
-    word is not 0 once the run has ended. `file` is the open file that `create`
-    returned, which child processes inherit."""
+    word is not 0 once the run has ended. Behind the words are the length and the
+    checksum of the load of the engines, and its JSON. `file` is the open file that
+    `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
-        self._words = memoryview(mmap.mmap(file, _page_bytes(workers))).cast("Q")
+        page = memoryview(mmap.mmap(file, _page_bytes(workers)))
+        end_of_words = _page_bytes(workers) - _SNAPSHOT_BYTES
+        self._words = page[:end_of_words].cast("Q")
+        self._snapshot_head = page[end_of_words:][: 2 * _WORD_BYTES].cast("Q")
+        self._snapshot = page[end_of_words + 2 * _WORD_BYTES :]
+        self._newest_snapshot = FleetSnapshot()
 
     @staticmethod
     def create(*, workers: int) -> int:
@@ -69,6 +82,23 @@ class HeartbeatPage:
 
     def newest_version(self) -> WeightVersion:
         return WeightVersion(self._words[-2])
+
+    def announce_load(self, fleet: FleetSnapshot) -> None:
+        """Give the workers the load of the engines; nothing if it is too long."""
+        json = msgspec.json.encode(fleet)
+        if len(json) <= len(self._snapshot):
+            self._snapshot_head[0] = len(json)
+            self._snapshot_head[1] = zlib.crc32(json)
+            self._snapshot[: len(json)] = json
+
+    def fleet(self) -> FleetSnapshot:
+        """Return the load of the engines that was announced last. One that is being
+        written is not read: the one that was read before it is returned."""
+        num_bytes, checksum = self._snapshot_head
+        json = bytes(self._snapshot[:num_bytes])
+        if json and zlib.crc32(json) == checksum:
+            self._newest_snapshot = msgspec.json.decode(json, type=FleetSnapshot)
+        return self._newest_snapshot
 
     def count_wrong_reply(self, place: int) -> None:
         self._words[2 * self._places + place] += 1
@@ -113,7 +143,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (5 * (workers + 1) + 2)
+    return _WORD_BYTES * (5 * (workers + 1) + 2) + _SNAPSHOT_BYTES
 
 
 class SilenceWatch:

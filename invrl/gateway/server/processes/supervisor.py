@@ -159,6 +159,7 @@ class _Workers:
             on_wrong_reply=partial(
                 self._heartbeats.count_wrong_reply, worker_place(number)
             ),
+            read_fleet=self._heartbeats.fleet,
         )
         pid = _fork(work)
         self._numbers_by_pid[pid] = number

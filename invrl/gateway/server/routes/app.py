@@ -16,6 +16,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from invrl.errors import SessionError
+from invrl.gateway.gate.gate import Gate, GatedSampler
+from invrl.gateway.gate.policies import gate_policy
 from invrl.gateway.registry import SessionRegistry, WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.replies.parsers import Parsers
@@ -42,6 +44,7 @@ from invrl.host.output.traces import Traces
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.sessions import Sampling
 
 _SESSION_BODY_BYTES = 2**20
@@ -102,14 +105,19 @@ def make_app(
     on_shutdown: Callable[[], Awaitable[object]],
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
+    read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
 ) -> FastAPI:
     """Make the application. `place` is that of the worker; sessions of this worker that
     are open in the store continue. `on_shutdown` is awaited after the last request.
     `ending`: whether the server shuts down, which ends waiting requests. `run_ended`:
-    whether the run whose tasks environments lease is over."""
+    whether the run whose tasks environments lease is over. `read_fleet` returns the
+    newest load of the engines."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
+    gate = _make_gate(settings, registry, read_fleet)
+    if gate is not None:
+        sampler = GatedSampler(sampler, gate)
     turns = Turns(
         sampler=sampler,
         renderer=renderer,
@@ -133,6 +141,7 @@ def make_app(
         registry=registry,
         lifecycle=lifecycle,
         turns=turns,
+        gate=gate,
         loop_lag=loop_lag,
         requests=requests,
         peers=peers,
@@ -140,11 +149,15 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        expiring = asyncio.create_task(lifecycle.expire_forever())
-        measuring = asyncio.create_task(loop_lag.measure())
+        tasks = [
+            asyncio.create_task(lifecycle.expire_forever()),
+            asyncio.create_task(loop_lag.measure()),
+        ]
+        if gate is not None:
+            tasks.append(asyncio.create_task(gate.follow()))
         yield
-        expiring.cancel()
-        measuring.cancel()
+        for task in tasks:
+            task.cancel()
         await on_shutdown()
         peers.close()
         reader.close()
@@ -207,6 +220,23 @@ def _make_registry(
     stored_sessions = reader.live_sessions(f"ses-{place.mark}")
     registry.restore([SessionRecord.restored(stored) for stored in stored_sessions])
     return registry
+
+
+def _make_gate(
+    settings: GatewaySettings,
+    registry: SessionRegistry,
+    read_fleet: Callable[[], FleetSnapshot],
+) -> Gate | None:
+    if settings.gate is None:
+        return None
+    return Gate(
+        gate_policy(settings.gate.policy),
+        max_hold_s=settings.gate.max_hold_s,
+        open_sessions=registry.open_records,
+        read_fleet=read_fleet,
+        share=lambda: registry.share,
+        sends_priority=settings.priority_scheduling,
+    )
 
 
 def _make_lifecycle(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from invrl.gateway.gate.gate import Gate
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.server.workers.loop_lag import LoopLag
@@ -20,6 +21,7 @@ class GatewayMetrics:
     registry: SessionRegistry
     lifecycle: Lifecycle
     turns: Turns
+    gate: Gate | None
     loop_lag: LoopLag
     requests: RequestCounts
     peers: Peers
@@ -37,6 +39,7 @@ class GatewayMetrics:
         lag_ms = self.loop_lag.summary()
         place = self.peers.place
         tokens = self.lifecycle.tokens
+        turns = self.turns.metrics()
         # What is counted since a worker's start falls when that worker is replaced: a
         # program that computes rates needs it for each worker.
         worker = {
@@ -44,12 +47,18 @@ class GatewayMetrics:
             **lag_ms,
             "tokens": tokens,
             "requests": self.requests.summary(),
+            "prompt_tokens": {
+                "cached": turns["turns"].get("cached_tokens", 0),
+                "all": turns["turns"].get("prompt_tokens", 0),
+            },
         }
+        if self.gate is not None:
+            worker["gate"] = self.gate.metrics()
         return {
             "run_id": self.settings.run_id,
             "tokens": tokens,
             "sessions": self.registry.counts(),
             "loop_lag_ms": lag_ms,
             "workers": {str(place.number): worker},
-            **self.turns.metrics(),
+            **turns,
         }
