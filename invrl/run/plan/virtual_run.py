@@ -197,6 +197,7 @@ class _PacedRollouts:
         number = int(session.group_id.removeprefix("g"))
         length = run.workload.lengths.of_group(number)[session.index]
         oldest = run.version
+        started_at = asyncio.get_running_loop().time()
         generation = asyncio.ensure_future(run.engine.generate(length))
         drop = asyncio.ensure_future(dropped.wait())
         try:
@@ -207,7 +208,13 @@ class _PacedRollouts:
             drop.cancel()
             await asyncio.gather(generation, drop, return_exceptions=True)
         if has_ended:
-            outcome = _finished(session, length, oldest=oldest, newest=run.version)
+            outcome = _finished(
+                session,
+                length,
+                oldest=oldest,
+                newest=run.version,
+                started_at=started_at,
+            )
         else:
             outcome = FailedRollout(
                 **field_values(session.identity),
@@ -219,7 +226,12 @@ class _PacedRollouts:
 
 
 def _finished(
-    session: Session, length: int, *, oldest: WeightVersion, newest: WeightVersion
+    session: Session,
+    length: int,
+    *,
+    oldest: WeightVersion,
+    newest: WeightVersion,
+    started_at: float,
 ) -> RolloutSummary:
     return RolloutSummary(
         **field_values(session.identity),
@@ -235,8 +247,8 @@ def _finished(
         oldest_version=oldest,
         newest_version=newest,
         forks=0,
-        started_at=0.0,
-        finished_at=0.0,
+        started_at=started_at,
+        finished_at=asyncio.get_running_loop().time(),
     )
 
 
