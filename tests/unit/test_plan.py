@@ -184,19 +184,32 @@ def test_rates_of_an_engine_follow_from_overlapping_rollouts() -> None:
     assert engine_rates(rollouts, 1) == (pytest.approx(0.01), pytest.approx(0.002))
 
 
-def test_rates_of_an_engine_are_found_in_the_rollouts_of_a_run() -> None:
-    setting = SETTINGS[0]
+def test_rollouts_of_a_run_predict_its_steps() -> None:
+    """Only their times, tokens and groups are known."""
+    workload = SETTINGS[0].workload
+    num_steps = 20
 
-    async def rollouts() -> list[RolloutSummary]:
+    async def recorded_run() -> tuple[float, list[RolloutSummary]]:
         config = BufferConfig(max_staleness=1, group_filter="none")
-        run = VirtualRun(setting.workload, config)
-        await run.make_steps(20)
+        run = VirtualRun(workload, config)
+        seconds = await run.make_steps(num_steps)
         groups = [group for batch in run.batches for group in batch.groups]
-        return [rollout for group in groups for rollout in group.rollouts_G]
+        return seconds, [rollout for group in groups for rollout in group.rollouts_G]
 
-    token_s, request_s = engine_rates(run_jumping(rollouts()), 1)
-    assert token_s == pytest.approx(setting.token_s, rel=0.1)
-    assert request_s == pytest.approx(setting.request_s, rel=0.1)
+    seconds, rollouts = run_jumping(recorded_run())
+    token_s, request_s = engine_rates(rollouts, 1)
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
+    groups = [lengths[first : first + 4] for first in range(0, len(lengths), 4)]
+    read = replace(
+        workload,
+        lengths=RecordedLengths(groups),
+        token_s=token_s,
+        request_s=request_s,
+    )
+    for num_running in (8, 16, 32):
+        expected_s = workload.step_s(num_running)
+        assert read.step_s(num_running) == pytest.approx(expected_s, rel=0.1)
+    assert estimate(read, 1).step_s == pytest.approx(seconds / num_steps, rel=0.1)
 
 
 def recorded(tmp_path: Path, num_rollouts: int = 16) -> RecordedRun:

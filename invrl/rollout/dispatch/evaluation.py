@@ -234,13 +234,13 @@ def _score(
     for outcomes in outcomes_K:
         task_rewards: list[float] = []
         for outcome in outcomes:
-            summary = outcome
             if isinstance(outcome, FailedRollout):
                 summary = outcome.partial
                 task_rewards.append(0.0)
                 failures[outcome.reason.value] += 1
                 failure_detail = outcome.detail
             else:
+                summary = outcome
                 task_rewards.append(outcome.reward)
             if summary is not None:
                 versions |= {summary.oldest_version, summary.newest_version}

@@ -140,8 +140,12 @@ def estimate(
     workload: Workload, max_staleness: int, admission: Admission = "groups"
 ) -> Estimate:
     """Measure a virtual run."""
-    config = BufferConfig(
-        max_staleness=max_staleness, admission=admission, group_filter="none"
+    config = BufferConfig.model_validate(
+        {
+            "max_staleness": max_staleness,
+            "admission": admission,
+            "group_filter": "none",
+        }
     )
     num_measured = min(40, max(8, _ROLLOUTS // workload.rollouts))
     return run_jumping(_estimate(workload, config, num_measured))

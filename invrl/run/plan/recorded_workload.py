@@ -18,6 +18,10 @@ from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types.rollouts import RolloutSummary
 
+_KNOWN_SHARE = 0.9
+"""Share of the rollouts whose company is known: beside the last ones ran some that had
+not ended when the run was read."""
+
 
 def read_run(folder: RunFolder) -> tuple[PlanConfig, RecordedLengths]:
     """Return the rates of the run and the lengths of its rollouts. The times of a step
@@ -45,19 +49,19 @@ def read_run(folder: RunFolder) -> tuple[PlanConfig, RecordedLengths]:
     token_s, request_s = engine_rates(rollouts, num_engines)
     training_s = _median(rows, "time/train_s")
     waits_s = _median(rows, "time/rollout_s")
-    read = PlanConfig(
-        length_mean=statistics.fmean(lengths),
-        rollout_batch_size=config.rollout.rollout_batch_size,
-        n_samples_per_prompt=group_size,
-        num_engines=num_engines,
-        engine_gpus=engines.tp_size,
-        trainer_gpus=config.num_ranks,
-        token_s=token_s,
-        request_s=request_s,
-        training_s=training_s,
-        update_s=max(0.0, _median(rows, "time/step_s") - waits_s - training_s),
-    )
-    return read, RecordedLengths(groups)
+    rates: dict[str, float] = {
+        "length_mean": statistics.fmean(lengths),
+        "rollout_batch_size": config.rollout.rollout_batch_size,
+        "n_samples_per_prompt": group_size,
+        "num_engines": num_engines,
+        "engine_gpus": engines.tp_size,
+        "trainer_gpus": config.num_ranks,
+        "token_s": token_s,
+        "request_s": request_s,
+        "training_s": training_s,
+        "update_s": max(0.0, _median(rows, "time/step_s") - waits_s - training_s),
+    }
+    return PlanConfig.model_validate(rates), RecordedLengths(groups)
 
 
 def engine_rates(
@@ -81,8 +85,9 @@ def engine_rates(
     passed_N = np.interp(ends_N, times_T, rollout_s_T)
     passed_N -= np.interp(starts_N, times_T, rollout_s_T)
     further_N = np.maximum(0.0, passed_N / seconds_N / num_engines - 1)
+    is_known_N = ends_N <= np.quantile(ends_N, _KNOWN_SHARE)
     causes = np.stack([tokens_N, tokens_N * further_N], axis=1)
-    (token_s, request_s), _ = nnls(causes, seconds_N)
+    (token_s, request_s), _ = nnls(causes[is_known_N], seconds_N[is_known_N])
     return max(float(token_s), 1e-9), float(request_s)
 
 

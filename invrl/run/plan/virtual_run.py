@@ -54,9 +54,11 @@ class VirtualRun:
         self.engine = PacedEngine(self.workload)
         self.buffer = GroupBuffer(
             self.config,
-            RolloutConfig(
-                rollout_batch_size=self.workload.groups,
-                n_samples_per_prompt=self.workload.group_size,
+            RolloutConfig.model_validate(
+                {
+                    "rollout_batch_size": self.workload.groups,
+                    "n_samples_per_prompt": self.workload.group_size,
+                }
             ),
             tasks=(Task(id=f"t{number}", payload={}) for number in itertools.count()),
             group_filter=lambda group: None,
