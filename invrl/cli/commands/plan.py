@@ -72,12 +72,14 @@ def describe_plan(config: PlanConfig, plan: Plan) -> Iterator[str]:
     workload = plan.workload
     trainer_s = workload.trainer_s
     packed_s = workload.packed_s
-    engines = f"{workload.num_engines} engines of {config.engine_gpus} GPUs"
     yield (
         f"batch       {workload.rollouts} rollouts of {workload.mean_length:,.0f} tokens on average, "
         f"{workload.slots} at a time"
     )
-    yield f"machine     {engines}, {plan.trainer_gpus} for the trainer"
+    yield (
+        f"GPUs        {config.engine_gpus * workload.num_engines} for engines ({workload.num_engines}), "
+        f"{plan.trainer_gpus} for the trainer"
+    )
     yield (
         f"generation  {packed_s:.3g} s with all slots in use, {workload.barrier_s:.3g} s of a batch alone"
     )
@@ -103,7 +105,7 @@ def describe_plan(config: PlanConfig, plan: Plan) -> Iterator[str]:
     ratio = packed_s / trainer_s
     if ratio < 1:
         bottleneck, other, ratio = other, bottleneck, 1 / ratio
-    yield f"bottleneck: {bottleneck}; {ratio:.2f} times as fast, {other} would be the next one"
+    yield f"bottleneck: {bottleneck}; with {ratio:.2f} times that speed, {other}"
     best = plan.best
     flags = (
         f"--max-staleness {best.max_staleness} --admission {best.admission} "
