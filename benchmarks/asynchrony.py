@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from virtual_run import MEAN_LENGTH, Workload, virtual_run
+from virtual_run import Setting, virtual_run
 
 from invrl.buffer.config import Admission, WhenStale
 
@@ -43,7 +43,8 @@ MODES = (
 )
 
 
-def measure(workload: Workload, mode: Mode, num_steps: int) -> dict[str, float]:
+def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
+    workload = setting.workload
     result = virtual_run(
         workload,
         num_steps=num_steps,
@@ -51,8 +52,7 @@ def measure(workload: Workload, mode: Mode, num_steps: int) -> dict[str, float]:
         when_stale=mode.when_stale,
         admission=mode.admission,
     )
-    longer_s = max(workload.packed_s, workload.training_s)
-    bound = workload.rollouts * MEAN_LENGTH / longer_s
+    bound = workload.rollouts * workload.mean_length / workload.best_step_s
     speed = result.trained_tokens / result.seconds / bound
     is_biased = abs(result.length_ratio - 1) > _LENGTH_TOLERANCE
     return {
@@ -75,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sigma, slots_per_rollout, training_share in itertools.product(
         (0.5, 1.0), (0.5, 1.0, 2.0), (0.5, 1.0, 2.0)
     ):
-        workload = Workload(
+        setting = Setting(
             sigma=sigma,
             slots_per_rollout=slots_per_rollout,
             training_share=training_share,
         )
         for mode in MODES:
-            measured = measure(workload, mode, given.num_steps)
-            rows.append({**asdict(workload), **asdict(mode), **measured})
+            measured = measure(setting, mode, given.num_steps)
+            rows.append({**asdict(setting), **asdict(mode), **measured})
             print(
                 f"sigma {sigma:g}, slots {slots_per_rollout:g}, training {training_share:g}; "
                 f"{mode.when_stale}, {mode.admission}, staleness {mode.max_staleness}: "

@@ -97,7 +97,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rollout": ("tasks", "workers", "dispatch"),
     "gateway.rendering": ("tool_calls", "replies", "template_check"),
     "gateway.server": ("http", "workers", "routes", "processes"),
-    "run": ("checkpoints", "settings", "processes", "loop", "exports", "incarnations"),
+    "run": (
+        "checkpoints",
+        "settings",
+        "processes",
+        "loop",
+        "plan",
+        "exports",
+        "incarnations",
+    ),
     "observe": ("samples", "sinks", "metrics", "status", "screen"),
 }
 """The folders of these packages from the ground up: each may import those before it.

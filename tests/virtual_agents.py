@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import numpy as np
-from jumping_clock import run_jumping
-from virtual_run import PacedEngine, Workload
+from virtual_run import Setting
 
 from invrl.engines.client.generation import (
     GenerateChunk,
@@ -22,6 +21,8 @@ from invrl.gateway.gate.gate import Gate, GatedSampler
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.generation import Sampler
 from invrl.interfaces import GatePolicy
+from invrl.run.plan.jumping_clock import run_jumping
+from invrl.run.plan.paced_engine import PacedEngine
 from invrl.types.fleet import EngineLoad, FleetSnapshot
 from invrl.types.sessions import Sampling, Session
 
@@ -61,7 +62,7 @@ class CachingEngine:
     def __init__(self, agents: Agents, number: int = 0) -> None:
         self.name = f"engine-{number}"
         self._agents = agents
-        self._decoding = PacedEngine(Workload())
+        self._decoding = PacedEngine(Setting().workload)
         self._prefill = asyncio.Lock()
         self._queue = asyncio.Lock()
         self._freed = asyncio.Event()

@@ -59,6 +59,11 @@ COMMANDS = {
         "check this machine and these settings, start nothing",
         takes_settings=True,
     ),
+    "plan": Command(
+        "plan",
+        "plan",
+        "estimate step time, staleness and the split of GPUs from a run or its rates",
+    ),
     "show-config": Command(
         "show_config",
         "print the configuration that flags resolve to, as TOML",

@@ -8,6 +8,7 @@ before it:
     processes/      the processes in the order in which they start, and what is measured
                     of them; the supervisor above the drivers
     loop/           each step of the loop, weight updates, held-out evaluations
+    plan/           what a run would take, on a clock that jumps
     exports/        rollouts as rows of a data file
     incarnations/   one incarnation of a run, from its start to its end
 

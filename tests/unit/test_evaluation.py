@@ -154,6 +154,43 @@ async def test_a_failed_rollout_scores_zero_and_is_counted():
     assert len(stage.opened) == 6
 
 
+async def test_score_has_the_oldest_and_the_newest_version_that_answered():
+    stage = Stage(lambda *_: 1.0)
+    versions = iter([(3, 3), (3, 4), (4, 6), (5, 5), (4, 4), (2, 3)])
+    run_one = stage.run
+
+    async def answered(assignment):
+        [outcome] = await run_one(assignment)
+        oldest, newest = next(versions)
+        outcome = replace(outcome, oldest_version=oldest, newest_version=newest)
+        if oldest > 2:
+            return [outcome]
+        return [
+            FailedRollout(
+                session_id=outcome.session_id,
+                task_id=outcome.task_id,
+                group_id=outcome.group_id,
+                index=0,
+                attempt=0,
+                reason=FailureReason.TIMEOUT,
+                detail="",
+                partial=outcome,
+            )
+        ]
+
+    stage.run = answered
+    score = await run(stage)
+    assert (score.oldest_version, score.newest_version) == (2, 6)
+    assert score.values()["eval/sampled/oldest_version"] == 2.0
+    assert score.values()["eval/sampled/newest_version"] == 6.0
+
+
+async def test_score_without_a_token_has_no_version():
+    score = await run(Stage(lambda *_: FailureReason.EXCEPTION))
+    assert score.oldest_version is None
+    assert not any("version" in name for name in score.values())
+
+
 async def test_rollout_that_failed_by_our_fault_is_retried_in_its_place():
     def ends(task, index, attempt):
         if (task, index) == ("t1", 1) and attempt < 2:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from fakes import FakeEngine, random_reply
 from gate_policies import hold_all
-from jumping_clock import run_jumping
 from running_gateway import ASK, running
 from virtual_agents import open_record
 
@@ -34,6 +33,7 @@ from invrl.gateway.gate.gate import Gate, GatedSampler
 from invrl.gateway.gate.policies import gate_policy, program
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.session_record import SessionRecord
+from invrl.run.plan.jumping_clock import run_jumping
 from invrl.types.fleet import EngineLoad, FleetSnapshot, LiveSession, TurnPlan
 from invrl.types.sessions import Sampling
 

@@ -45,6 +45,18 @@ def test_checkpoint_without_a_score_is_not_kept_as_best() -> None:
     assert kept_steps([1, 2, 3], newest=1, best=2, scores={2: -1.0}) == {2, 3}
 
 
+def test_checkpoint_whose_evaluation_still_runs_is_kept_for_its_score() -> None:
+    steps = [1, 2, 3, 4]
+    scores = {1: 0.9}
+    assert kept_steps(steps, newest=1, best=1, scores=scores, in_evaluation=2) == {
+        1,
+        2,
+        4,
+    }
+    assert kept_steps(steps, newest=1, best=0, in_evaluation=2) == {4}
+    assert kept_steps(steps, newest=1, best=1, scores=scores, in_evaluation=9) == {1, 4}
+
+
 @given(
     st.sets(st.integers(0, 50), min_size=1),
     st.integers(1, 5),
@@ -109,6 +121,21 @@ async def test_best_checkpoint_is_kept_with_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002", "step-000003"]
     await save(checkpoints, 4, 5)
     assert names(tmp_path) == ["step-000004", "step-000005"]
+
+
+async def test_checkpoint_is_judged_once_its_evaluation_has_ended(
+    tmp_path: Path,
+) -> None:
+    scores = {1: 0.5}
+    in_evaluation: list[int | None] = [2]
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1, read_scores=lambda: scores)
+    checkpoints.step_in_evaluation = lambda: in_evaluation[-1]
+    await save(checkpoints, 1, 2, 3, 4)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000004"]
+    scores[2] = 0.8
+    in_evaluation.append(None)
+    await save(checkpoints, 5)
+    assert names(tmp_path) == ["step-000002", "step-000005"]
 
 
 async def test_model_in_use_is_kept_without_its_optimizer(tmp_path: Path) -> None:

@@ -258,19 +258,24 @@ def test_wandb_writes_a_run_that_reads_back(
     sinks = opened(tmp_path, config)
     sinks.step(0, {"eval/accuracy": 0.25})
     sinks.step(1, {"rollout/reward_mean": 0.5, "train/loss": math.nan})
+    sinks.step(2, {"rollout/reward_mean": 0.6})
+    sinks.step(1, {"eval/accuracy": 0.75})  # it ended during step 3
     sinks.close()
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 240.0
     # wandb's own process writes on after `finish` returned
-    while len((read := read_wandb(path))[0]) < 2:
-        assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
+    while len((read := read_wandb(path))[0]) < 3:
+        assert time.monotonic() < deadline, f"3 rows in {path}; there are: {read[0]}"
         time.sleep(0.05)
     history, settings = read
     assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [
         0.5
     ]
-    assert [row.get("eval/accuracy") for row in history if row["_step"] == 0] == [0.25]
+    evaluations = {
+        row["eval/step"]: row["eval/accuracy"] for row in history if "eval/step" in row
+    }
+    assert evaluations == {0: 0.25, 1: 0.75}
     assert settings["rollout.temperature"] == 0.75
 
 

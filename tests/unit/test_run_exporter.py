@@ -240,6 +240,21 @@ def test_later_incarnation_keeps_gauges_and_restarts_counters() -> None:
     assert ("invrl_trained_tokens_total",) not in values
 
 
+@pytest.mark.parametrize("is_recalled", [False, True])
+def test_evaluation_of_an_earlier_step_leaves_the_newest_step(
+    is_recalled: bool,
+) -> None:
+    exporter = RunExporter()
+    if is_recalled:
+        exporter.recall([{"step": 4}, {"step": 2, "eval/greedy/accuracy": 0.5}])
+    else:
+        exporter.step(4, TRAINED)
+    exporter.step(2, {"eval/greedy/accuracy": 0.5})
+    values = values_of(exporter)
+    assert values[("invrl_step",)] == 4
+    assert values[("invrl_held_out_accuracy_ratio", "greedy")] == 0.5
+
+
 def test_exactly_one_phase_is_exported_with_its_start() -> None:
     now = [10.0]
     exporter = RunExporter(clock=lambda: now[0])

@@ -426,6 +426,24 @@ def test_a_drivers_step_is_a_trace_with_a_span_for_each_phase(
     assert set(collector.chain(second)) == {"step", "train"}
 
 
+def test_evaluation_that_ends_during_a_later_step_has_a_trace_alone(
+    collector: Collector,
+) -> None:
+    sink = PhaseTraces(open_at(collector, "invrl-driver"))
+    for name, step in [("train", 2), ("evaluating", 1), ("sync", 2)]:
+        if name == "sync":
+            sink.step(1, {"eval/greedy/accuracy": 0.5})
+        sink.span(
+            PhaseSpan(lane="trainer", name=name, step=step, start=1.0 + step, end=4.0)
+        )
+    sink.step(2, {"train/loss": 1.0})
+    sink.close()
+    traces = {span.trace_id.hex() for span in collector.spans}
+    evaluation, step = sorted(traces, key=first_start(collector))
+    assert set(collector.chain(evaluation)) == {"step", "evaluating"}
+    assert set(collector.chain(step)) == {"step", "train", "sync"}
+
+
 def first_start(collector: Collector) -> Callable[[str], int]:
     def start(trace_id: str) -> int:
         return min(

@@ -245,6 +245,15 @@ def test_half_written_metrics_line_is_read_once_complete(tmp_path: Path) -> None
     assert table.all_series() == {"b": [(1, 9.0, 1.0)]}
 
 
+def test_evaluation_of_an_earlier_step_joins_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 1, "b": 3}\n')
+    table = MetricsTable(path)
+    table.refresh()
+    assert table.last_step == 2
+    assert table.rows(["a", "b"]) == [{"step": 1, "a": 1, "b": 3}, {"step": 2, "a": 2}]
+
+
 def test_ten_thousand_metrics_are_read_and_found(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     names = ", ".join(f'"m/{number}": {number}' for number in range(10_000))

@@ -4,11 +4,11 @@ lengths of what was asked for, how old it becomes, and how busy the engine is.""
 from __future__ import annotations
 
 import pytest
-from virtual_run import VirtualResult, Workload, virtual_run
+from virtual_run import Setting, VirtualResult, virtual_run
 
 from invrl.buffer.config import Admission, WhenStale
 
-HEAVY_TAIL = Workload(groups=8, group_size=4, sigma=1.0)
+HEAVY_TAIL = Setting(groups=8, group_size=4, sigma=1.0).workload
 
 
 def lengths_of(

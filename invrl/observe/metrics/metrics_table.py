@@ -89,7 +89,7 @@ class MetricsTable:
             self.damaged_lines += 1
             return
         row_time = _number(row.get("time"))
-        self.last_step = step
+        self.last_step = max(self.last_step, step)
         if not math.isnan(row_time):
             self.last_time = row_time
         for name, value in row.items():

@@ -94,6 +94,8 @@ class RunExporter(Sink, Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._steps = StepValues()
+        self._newest_step = 0
+        """An evaluation may end, and be reported, after a later step."""
         self._current: tuple[str, int] | None = None
         self._phase: Numbers = {}
         self._sources: dict[str, Source] = {}
@@ -104,12 +106,18 @@ class RunExporter(Sink, Collector):
     def recall(self, rows: Sequence[Mapping[str, float | None]]) -> None:
         """Add the rows of earlier incarnations: gauges continue from them, counters
         start at 0."""
+        in_order = sorted(rows, key=lambda row: row["step"] or 0)
         with self._lock:
-            for row in rows:
+            for row in in_order:
                 self._steps.add(row, counted=False)
+                self._newest_step = int(row["step"] or 0)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        row: dict[str, float | None] = {"step": float(step), "time": self._clock()}
+        self._newest_step = max(self._newest_step, step)
+        row: dict[str, float | None] = {
+            "step": float(self._newest_step),
+            "time": self._clock(),
+        }
         for name, value in values.items():
             row[name] = value if math.isfinite(value) else None
         if any(key.startswith("train/") for key in values):

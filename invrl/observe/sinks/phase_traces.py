@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 class PhaseTraces(Sink):
     """Sends the trace of a step once the step is done. Step 0 is the start, with the
-    evaluation before training. Closes `traces`."""
+    evaluation before training. An evaluation that ends during a later step has a trace
+    alone. Closes `traces`."""
 
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
@@ -28,10 +29,10 @@ class PhaseTraces(Sink):
         self._send(step)
 
     def _send(self, step: int) -> None:
-        spans = self._spans
+        spans = [span for span in self._spans if span.step <= step]
         if not spans:
             return
-        self._spans = []
+        self._spans = [span for span in self._spans if span.step > step]
         attributes = {"invrl.step": step}
         start = min(span.start for span in spans)
         end = max(span.end for span in spans)

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from invrl.run.settings.run_config import RunConfig, WandbConfig
 
 logger = logging.getLogger(__name__)
+_EVAL_PREFIX = "eval/"
+_EVAL_STEP = "eval/step"
 
 
 class Sink:
@@ -61,7 +63,7 @@ class Sink:
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metric values of a finished step. Step 0 holds the evaluation
-        before training."""
+        before training. A later call may add an evaluation to an earlier step."""
 
     def span(self, span: Span) -> None:
         """Record a phase that has ended."""
@@ -204,6 +206,8 @@ class WandbSink(Sink):
             config=dict(parameters),
             settings=options,
         )
+        self._run.define_metric(f"{_EVAL_PREFIX}*", step_metric=_EVAL_STEP)
+        self._newest_step = 0
         self._make_table = wandb.Table
         address = self._run.dir
         if settings.mode == "online":
@@ -211,7 +215,14 @@ class WandbSink(Sink):
         logger.info("wandb run: %s", address)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        """Log the values. wandb drops rows of earlier steps, so that an evaluation
+        which ends after a later step is logged in that one, with its own step as the
+        axis of its metrics."""
+        row = dict(values)
+        if any(name.startswith(_EVAL_PREFIX) for name in values):
+            row[_EVAL_STEP] = step
+        self._newest_step = max(self._newest_step, step)
+        self._run.log(row, step=self._newest_step)
 
     def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
         table = self._make_table(

@@ -45,6 +45,10 @@ class EvalScore:
     failures: Mapping[str, int]
     """Number of failed rollouts by reason. Each has a reward of 0 in `rewards`."""
     failure_detail: str = ""
+    oldest_version: int | None = None
+    """Oldest version of the weights that sampled a token of these rollouts. None if
+    there is no token, or if invrl did not record it yet."""
+    newest_version: int | None = None
 
     @property
     def name(self) -> str:
@@ -110,6 +114,9 @@ class EvalScore:
             "samples": float(self.samples),
             "failed": float(sum(self.failures.values())),
         }
+        if self.oldest_version is not None and self.newest_version is not None:
+            numbers["oldest_version"] = float(self.oldest_version)
+            numbers["newest_version"] = float(self.newest_version)
         for name, interval in self.measures.items():
             numbers[name] = interval.value
             numbers[f"{name}_low"] = interval.low
@@ -119,7 +126,8 @@ class EvalScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """All sets in all modes, under one version of the weights."""
+    """All sets in all modes. Where rollouts are trained on meanwhile, later tasks may
+    have been answered by a newer version of the weights than the first ones."""
 
     scores: Mapping[str, EvalScore]
     """Scores by `EvalScore.name`: "sampled", or "<set>/sampled"."""
@@ -222,15 +230,20 @@ def _score(
     rewards_K: list[tuple[float, ...]] = []
     failures: Counter[str] = Counter()
     failure_detail = ""
+    versions: set[int] = set()
     for outcomes in outcomes_K:
         task_rewards: list[float] = []
         for outcome in outcomes:
             if isinstance(outcome, FailedRollout):
+                summary = outcome.partial
                 task_rewards.append(0.0)
                 failures[outcome.reason.value] += 1
                 failure_detail = outcome.detail
             else:
+                summary = outcome
                 task_rewards.append(outcome.reward)
+            if summary is not None:
+                versions |= {summary.oldest_version, summary.newest_version}
         rewards_K.append(tuple(task_rewards))
     return EvalScore(
         set_name=set_name,
@@ -239,6 +252,8 @@ def _score(
         rewards=tuple(rewards_K),
         failures=dict(failures),
         failure_detail=failure_detail,
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
     )
 
 

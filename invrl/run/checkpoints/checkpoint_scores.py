@@ -3,8 +3,8 @@ because of them.
 
 The score is the held-out accuracy of the step's weights (the mean over sets and modes),
 the mean training reward of the steps up to it, or the held-out loss, where lower is
-better. A checkpoint is judged when a later one is saved, because the evaluation after
-its step has then been made.
+better. A checkpoint is judged when a later one is saved. If the evaluation after its
+step still runs then, it is judged by the save after that evaluation.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,17 +30,22 @@ def kept_steps(
     newest: int,
     best: int = 0,
     scores: Mapping[int, float] | None = None,
+    in_evaluation: int | None = None,
 ) -> set[int]:
     """Return the saved steps that stay: the `newest`, and of the older ones the `best`
     by score, later ones first if scores are equal. With `newest` 0 all stay. A step
-    without a score is not among the best."""
+    without a score is not among the best. The step `in_evaluation`, whose score is not
+    known yet, stays if any may stay for its score."""
     ordered = sorted(steps)
     if not newest:
         return set(ordered)
     known = scores or {}
     older = [step for step in ordered[:-newest] if step in known]
     by_score = sorted(older, key=lambda step: (known[step], step), reverse=True)
-    return {*ordered[-newest:], *by_score[:best]}
+    kept = {*ordered[-newest:], *by_score[:best]}
+    if best and in_evaluation in ordered:
+        kept.add(in_evaluation)
+    return kept
 
 
 def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:

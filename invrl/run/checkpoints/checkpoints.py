@@ -94,6 +94,8 @@ class Checkpoints:
         self.saved_step: int | None = None
         """Step of the newest weights that this object has saved, even if their
         checkpoint failed."""
+        self.step_in_evaluation: Callable[[], int | None] = lambda: None
+        """Returns the step whose held-out score is being measured."""
 
     def is_whole(self, step: int) -> bool:
         """Whether there is a checkpoint of this step."""
@@ -207,11 +209,18 @@ class Checkpoints:
         """Remove the checkpoints that are not kept. The newest one, which is complete,
         always is."""
         scores: Mapping[int, float] = {}
+        in_evaluation = self.step_in_evaluation()
         if self._keep_best:
             scores = self._read_scores()
         checkpoints = self.all()
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = kept_steps(steps, newest=self._keep, best=self._keep_best, scores=scores)
+        kept = kept_steps(
+            steps,
+            newest=self._keep,
+            best=self._keep_best,
+            scores=scores,
+            in_evaluation=in_evaluation,
+        )
         for checkpoint in checkpoints:
             if checkpoint.step in kept:
                 continue

@@ -55,9 +55,10 @@ from invrl.run.incarnations.data import load_run_data
 from invrl.run.incarnations.on_data import train_on_data
 from invrl.run.incarnations.on_saved_batches import train_on_saved_batches
 from invrl.run.incarnations.run_parts import RunParts
+from invrl.run.loop.evaluation_schedule import EvaluationSchedule
 from invrl.run.loop.failed_rollouts import command_for_failures, report_failures
 from invrl.run.loop.gpu_turns import GpuTurns
-from invrl.run.loop.held_out import HeldOutEvaluations
+from invrl.run.loop.held_out import HeldOutEvaluations, evaluation_place
 from invrl.run.loop.loop import Learner, Parts, run_loop
 from invrl.run.loop.step_traces import StepTraces
 from invrl.run.loop.teacher import Teacher, open_teacher
@@ -333,9 +334,17 @@ class _TrainingRun(RunParts):
     ) -> int:
         config = self.config
         advantage = configured_advantage(config.algorithm)
-        evaluate = None
-        if held_out is not None:
-            evaluate = held_out.during_training
+        rows = read_metrics(self.folder.metrics_path)
+        evaluations = None
+        if held_out is not None and config.rollout.eval.interval is not None:
+            evaluations = EvaluationSchedule(
+                held_out.during_training,
+                self.observer,
+                interval=config.rollout.eval.interval,
+                num_steps=config.run.num_steps,
+                place=evaluation_place(config),
+            )
+            self.checkpoints.step_in_evaluation = evaluations.step_in_evaluation
         teacher = open_teacher(config)
         trace = None
         if self.traces is not None:
@@ -349,10 +358,10 @@ class _TrainingRun(RunParts):
             score=None if teacher is None else partial(self._score, teacher),
             observer=self.observer,
             learner=learner,
-            evaluate=evaluate,
+            evaluations=evaluations,
             show_samples=self._show_samples,
             trace=trace,
-            earlier_rows=read_metrics(self.folder.metrics_path),
+            earlier_rows=rows,
             record=TokenRecorder(
                 self.folder.trained_tokens_path, done=self.start.step
             ).record,
@@ -363,12 +372,12 @@ class _TrainingRun(RunParts):
         async with in_background(
             report_failures(cluster.buffer, reporter, self.observer)
         ):
-            return await run_loop(
-                parts,
-                done=self.start.step,
-                num_steps=config.run.num_steps,
-                eval_interval=config.rollout.eval.interval,
+            steps = partial(
+                run_loop, parts, done=self.start.step, num_steps=config.run.num_steps
             )
+            if evaluations is None:
+                return await steps()
+            return await evaluations.guard(steps, done=self.start.step, rows=rows)
 
     def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
         """Return texts for the console, and send the trackers their rollouts."""

@@ -1,5 +1,6 @@
 """The held-out evaluations of a training run: before the first step, every
-`eval.interval` steps, and after the last step; and what training gained. `invrl eval`
+`eval.interval` steps, and after the last step; and what training gained. When those
+between the first and the last step run: `run/loop/evaluation_schedule.py`. `invrl eval`
 is `cli/commands/evaluate.py`."""
 
 import asyncio
@@ -20,11 +21,23 @@ from invrl.rollout.dispatch.evaluation import (
     gain_interval,
 )
 from invrl.rollout.dispatch.rollout_handle import RolloutHandle
+from invrl.run.loop.evaluation_schedule import EvaluationPlace
 from invrl.run.loop.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 from invrl.types.rollouts import Outcome
 from invrl.types.weights import WeightVersion
+
+
+def evaluation_place(config: Config) -> EvaluationPlace:
+    """Return when the evaluations between the first and the last step run. Engines
+    that share their GPUs with the trainer must have ended them before it trains. With
+    `max_staleness` 0 nothing is generated while weights are updated."""
+    if config.run.colocate:
+        return "alone"
+    if config.buffer.max_staleness == 0:
+        return "one_version"
+    return "beside"
 
 
 @dataclass(slots=True)
@@ -99,7 +112,8 @@ class HeldOutEvaluations:
         return evaluation
 
     async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
-        """Return the metric values of an evaluation that the loop requests."""
+        """Return the metric values of an evaluation between the first and the last
+        step."""
         evaluation = await self._rollouts.evaluate(
             version, watch=self.tasks, planned=self.tasks.plan
         )

@@ -33,6 +33,7 @@ from invrl.observe.metrics.trained_and_asked import trained_and_asked
 from invrl.observe.sinks.phases import observed_phase
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.checkpoints.save_schedule import SaveSchedule
+from invrl.run.loop.evaluation_schedule import EvaluationSchedule
 from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.metrics import Metrics, resolve, timed
 from invrl.types.weights import WeightUpdate, WeightVersion
@@ -58,8 +59,6 @@ thread."""
 Trace = Callable[[int, TrainBatch, Mapping[str, tuple[float, float]]], None]
 """Adds a step to the traces of its turns, with the start and end of each phase in Unix
 seconds. Runs in a thread."""
-Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
-"""Evaluates this version on held-out tasks; returns flat metric values."""
 
 
 async def _at_once() -> None:
@@ -97,7 +96,7 @@ class Parts:
     until_written: UntilWritten = _once
     """Does work that writes to the disk, and repeats it while the disk is full."""
     score: Score | None = None
-    evaluate: Evaluate | None = None
+    evaluations: EvaluationSchedule | None = None
     show_samples: ShowSamples | None = None
     record: Record | None = None
     trace: Trace | None = None
@@ -127,9 +126,7 @@ class _Phases:
         self.times[name] = (began, began + self.seconds[name])
 
 
-async def run_loop(
-    parts: Parts, *, done: int, num_steps: int, eval_interval: int | None = None
-) -> int:
+async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
     """Make steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
     Returns the last step made. That is an earlier one if the group filter leaves
     nothing to train on: the loop then reports this, and saves the model of that
@@ -186,9 +183,6 @@ async def run_loop(
         values |= resolve(
             time_metrics(phases.seconds, taken, batch.trained.tokens), "time/"
         )
-        if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
-            with observed_phase(parts.observer, "evaluating", step):
-                values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
         rows.append(
             {
@@ -207,6 +201,8 @@ async def run_loop(
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
                 parts.observer.note(text)
+        if parts.evaluations is not None:
+            await parts.evaluations.after_step(step)
     return max(done, num_steps)
 
 
@@ -244,6 +240,8 @@ async def _learn(
             )
         if warning:
             parts.observer.note(warning)
+    if parts.evaluations is not None:
+        await parts.evaluations.before_update(step)
     with phases.within("sync") as sync_parts:
         update = await learner.sync(version)
         sync_parts.update(update.seconds)
@@ -259,14 +257,6 @@ async def _learn(
             await learner.save(step, snapshot)
         learner.schedule.saved(phases.seconds[CHECKPOINT_PHASE])
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
-
-
-def _is_evaluated(step: int, num_steps: int, eval_interval: int | None) -> bool:
-    """Whether the loop evaluates after this step. The last step is evaluated after the
-    loop."""
-    if not eval_interval or step >= num_steps:
-        return False
-    return step % eval_interval == 0
 
 
 def _early_end_note(last_step: int, num_steps: int, reason: FilteredOutError) -> str:
