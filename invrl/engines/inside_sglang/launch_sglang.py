@@ -35,6 +35,7 @@ from invrl.engines.inside_sglang.drain_route import add_drain_route
 from invrl.engines.inside_sglang.engine_identity import add_identity_route
 from invrl.engines.inside_sglang.engine_log import log_in_lines
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
+from invrl.engines.inside_sglang.event_versions import report_versions_in_every_event
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
 from invrl.engines.inside_sglang.loader_reply_route import add_reply_route
 from invrl.engines.inside_sglang.routed_experts_label import respond_with_experts
@@ -96,6 +97,7 @@ def _change_scheduler() -> None:
     _keep_load_in_tmpdir()
     keep_memory_in_flushes()
     separate_kv_of_versions()
+    report_versions_in_every_event()
     put_canaries_first()
     load_in_one_step()
     leave_unpacked_modules()
