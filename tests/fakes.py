@@ -88,7 +88,8 @@ class FakeEngine:
         need not."""
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
-        self.abort_next = False
+        self.aborts = 0
+        """So many requests are aborted at their first token."""
         self.spoil: Callable[[dict], object] = lambda event: event
         """Changes the event that ends an answer, or returns another one."""
         self.prompt_tokens_added = 0
@@ -217,8 +218,8 @@ class FakeEngine:
 
     def _reply(self, prompt: Sequence[int], params: dict) -> tuple[list[int], dict]:
         reply = list(self.script(prompt))
-        if self.abort_next:
-            self.abort_next = False
+        if self.aborts:
+            self.aborts -= 1
             return reply[:1], {"type": "abort", "message": "told to"}
         limit = params["max_new_tokens"]
         for count, token in enumerate(reply[:limit], 1):

@@ -302,7 +302,7 @@ async def test_request_cut_short_fails_the_bench(
     updated: tuple[UpdatedEngine, SglangClient, StandIn],
 ) -> None:
     engine, client, stand_in = updated
-    stand_in.replies.abort_next = True
+    stand_in.replies.aborts = 1
     part = await measure_in_flight(engine, client, number=3, updates=1, deadline_s=60.0)
     assert part.ratios["failed_requests_3"] == 1
     assert "1 of" in part.failure

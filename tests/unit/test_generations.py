@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from running_gateway import (
     running,
 )
 
-from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
@@ -128,6 +129,40 @@ async def test_a_request_waits_for_an_engine_until_a_deadline(
             await gateway.client(session).chat.completions.create(
                 model="tiny", messages=[ASK]
             )
+
+
+async def test_a_connection_that_breaks_behind_the_last_token_loses_nothing():
+    async def answer(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(asked)
+        meta = {
+            "id": "a",
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": 1,
+            "completion_tokens": 1,
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
+        event = json.dumps({"output_ids": [7], "meta_info": meta})
+        await response.write(f"data: {event}\n\n".encode())
+        raise ConnectionResetError("the engine died")
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    limits = EngineLimits(vocab_size=512, context_length=1024)
+    request = GenerateRequest(
+        rid="a",
+        input_ids_T=np.array([1], np.int32),
+        sampling=Sampling(max_new_tokens=1),
+    )
+    async with (
+        TestServer(app) as engine,
+        SglangClient(str(engine.make_url("")), limits=limits) as client,
+    ):
+        chunk, end = [item async for item in client.stream(request)]
+    assert chunk.spans == end.spans
+    assert isinstance(end, GenerateEnd)
+    assert end.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, NoEngineError), (500, ServerError)])

@@ -596,7 +596,7 @@ async def test_broken_stream_ends_with_an_error_event(
 ):
     [session] = await gateway.open()
     say(gateway, renderer, "Hello")
-    gateway.engine.abort_next = True
+    gateway.engine.aborts = 3
     answer = await post(gateway, session, messages=[ASK], stream=True)
     *_, last = answer.text.strip().split("\n\n")
     name, _, data = last.partition("\n")

@@ -129,7 +129,7 @@ async def test_a_turn_moves_twice_and_its_second_engine_dies_at_once(
 async def test_a_turn_that_the_engine_aborts_goes_on(gateway: Running):
     engine = gateway.engine
     engine.holds = EngineDeaths(engine, 5)
-    engine.abort_next = True
+    engine.aborts = 1
     [session] = await gateway.open()
     await streamed(gateway, session)
     [turn] = gateway.turns(session)

@@ -842,7 +842,7 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
 @pytest.mark.parametrize("stream", [False, True])
 async def test_aborted_generation_is_a_response_error(gateway: Running, stream: bool):
     [session] = await gateway.open()
-    gateway.engine.abort_next = True
+    gateway.engine.aborts = 3
     raw = await gateway.http.post(
         session.base_url + "/responses",
         json={"model": "tiny", "input": "Hi", "stream": stream},
@@ -860,7 +860,7 @@ async def test_aborted_generation_is_a_response_error(gateway: Running, stream: 
     failed = events[-1]["response"]
     assert failed["status"] == "failed"
     assert failed["error"]["code"] == "server_error"
-    gateway.engine.abort_next = True
+    gateway.engine.aborts = 3
     with pytest.raises(openai.APIError, match="abort"):
         async for _ in await gateway.client(session).responses.create(
             model="tiny", input="Yo", stream=True

@@ -14,7 +14,7 @@ from invrl.engines.client.generation import (
     GenerateRequest,
 )
 from invrl.errors import ServerError, WrongReplyError
-from invrl.gateway.turns.segments import NotMoved, Segments
+from invrl.gateway.turns.segments import NotMoved, Segments, joined_spans
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
@@ -101,6 +101,18 @@ def test_segments_have_the_versions_of_their_engines():
     segments.add(chunk([34], span(6, 0, 1)))
     assert segments.spans == (span(3, 0, 3), span(4, 3, 4), span(6, 4, 5))
     assert segments.num_segments == 3
+
+
+def test_spans_of_the_tokens_that_follow_are_moved_behind_the_earlier_ones():
+    earlier = (span(3, 0, 4), span(4, 4, 6))
+    assert joined_spans(earlier, (span(5, 0, 2),)) == (*earlier, span(5, 6, 8))
+
+
+def test_two_spans_of_one_version_become_one_where_they_meet():
+    joined = joined_spans((span(3, 0, 4),), (span(3, 0, 2), span(4, 2, 3)))
+    assert joined == (span(3, 0, 6), span(4, 6, 7))
+    assert joined_spans((), (span(3, 0, 2),)) == (span(3, 0, 2),)
+    assert joined_spans((span(3, 0, 2),), ()) == (span(3, 0, 2),)
 
 
 def test_cached_tokens_are_those_of_the_first_engine():

@@ -52,23 +52,6 @@ def version_spans(
     return tuple(spans)
 
 
-def joined_spans(
-    earlier: Sequence[VersionSpan], later: Sequence[VersionSpan]
-) -> tuple[VersionSpan, ...]:
-    """Append the spans of the tokens that follow. Two spans of one version become one
-    where they meet."""
-    spans = list(earlier)
-    offset = spans[-1].end if spans else 0
-    for span in later:
-        start = offset + span.start
-        if spans and spans[-1].version == span.version:
-            start = spans.pop().start
-        spans.append(
-            VersionSpan(version=span.version, start=start, end=offset + span.end)
-        )
-    return tuple(spans)
-
-
 def _version(label: str) -> WeightVersion:
     if not label.isdecimal() or len(label) > _MOST_DIGITS:
         raise WrongReplyError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -26,7 +26,6 @@ from invrl.engines.client.generation import (
     GenerateRequest,
     GenerateResult,
 )
-from invrl.engines.client.version_spans import joined_spans
 from invrl.errors import ServerError, WrongReplyError
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
 from invrl.types.tasks import Json
@@ -179,6 +178,23 @@ class Segments:
             experts_TLK.dtype
         )
         return joined_TLK
+
+
+def joined_spans(
+    earlier: Sequence[VersionSpan], later: Sequence[VersionSpan]
+) -> tuple[VersionSpan, ...]:
+    """Append the spans of the tokens that follow. Two spans of one version become one
+    where they meet."""
+    spans = list(earlier)
+    offset = spans[-1].end if spans else 0
+    for span in later:
+        start = offset + span.start
+        if spans and spans[-1].version == span.version:
+            start = spans.pop().start
+        spans.append(
+            VersionSpan(version=span.version, start=start, end=offset + span.end)
+        )
+    return tuple(spans)
 
 
 def _dependence(parameters: Mapping[str, Json]) -> NotMoved | None:
