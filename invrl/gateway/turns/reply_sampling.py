@@ -160,5 +160,7 @@ class _Tries:
         self._no_engine_since = None
         if has_new_tokens:
             self._pauses = iter(_RETRY_PAUSES_S)
-        _log.warning("asking again: %s", error)
-        return next(self._pauses, None)
+        pause_s = next(self._pauses, None)
+        if pause_s is not None:
+            _log.warning("asking again: %s", error)
+        return pause_s
