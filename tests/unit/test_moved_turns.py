@@ -1,4 +1,4 @@
-"""A turn whose engine fails in the middle goes on at another engine, and its client
+"""A turn whose engine fails in the middle is continued by another engine, and its client
 does not notice."""
 
 from __future__ import annotations
