@@ -44,11 +44,7 @@ class Generation:
     ids: list[int]
     logprobs: list[float]
     spans: list[tuple[int, int, int]]
-    """(version, start, end) as the last event told; [] where the answer broke off
-    before that."""
-    earlier_labels: list[int]
-    """Of each token: the version that the event before its own was labelled with; of
-    those of the first event its own label."""
+    """(version, start, end) as the last whole event told."""
     finish: str
     """SGLang's type, "" where the answer broke off before it was whole."""
     matched: int | str | None
@@ -235,16 +231,14 @@ def read_generation(exchange: Exchange) -> Generation:
         events = [json.loads(exchange.answer)]
     ids: list[int] = []
     logprobs: list[float] = []
-    earlier_labels: list[int] = []
     meta: dict = {}
     for event in events:
-        before, meta = meta, event.get("meta_info") or meta
+        meta = event.get("meta_info") or meta
         for logprob, token, *_ in (event.get("meta_info") or {}).get(
             "output_token_logprobs"
         ) or ():
             ids.append(token)
             logprobs.append(logprob)
-            earlier_labels.append(int((before or meta)["weight_version"]))
     listed = meta.get("weight_versions") or []
     spans = [(int(span["version"]), span["start"], span["end"]) for span in listed]
     finish = meta.get("finish_reason") or {}
@@ -260,7 +254,6 @@ def read_generation(exchange: Exchange) -> Generation:
             for version, start, end in spans
             if start < len(ids)
         ],
-        earlier_labels=earlier_labels,
         finish=finish.get("type", ""),
         matched=finish.get("matched"),
         cached_tokens=meta.get("cached_tokens", 0),

@@ -3,9 +3,8 @@ thing.
 
 `FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it:
 ids in; ids, log-probs, version spans and cache counts out, whole or streamed
-(incrementally, as our engines do). As of SGLang's, only the event that ends an answer
-has version spans; those before it are labelled with the version that the engine has
-when it sends them.
+(incrementally, as our engines do). Every event has the version spans of all tokens so
+far, as our engines' events do.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import base64
 import contextlib
 import json
 import random
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,6 +34,20 @@ def reply_by_prompt(*, tokens: int) -> Script:
     def reply(prompt: Sequence[int]) -> list[int]:
         source = random.Random(str(list(prompt)))
         return [source.randrange(10, 300) for _ in range(tokens)]
+
+    return reply
+
+
+def chained_reply(*, end: int = 2) -> Script:
+    """About forty tokens, each decided by the ids before it, then the end token: a
+    reply that is continued from any of its tokens becomes the same reply."""
+
+    def reply(prompt: Sequence[int]) -> list[int]:
+        ids = list(prompt)
+        while ids[-1] != end or len(ids) == len(prompt):
+            number = zlib.crc32(np.array(ids[-20:], np.int32).tobytes())
+            ids.append(end if number % 40 == 0 else 10 + number % 290)
+        return ids[len(prompt) :]
 
     return reply
 
@@ -74,7 +88,8 @@ class FakeEngine:
         need not."""
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
-        self.abort_next = False
+        self.aborts = 0
+        """So many requests are aborted at their first token."""
         self.spoil: Callable[[dict], object] = lambda event: event
         """Changes the event that ends an answer, or returns another one."""
         self.headers: dict[str, str] = {}
@@ -86,6 +101,8 @@ class FakeEngine:
         """The header of each request."""
         self.replies: dict[str, list[int]] = {}
         """What each request was answered with, whole."""
+        self.sent: list[tuple[int, int]] = []
+        """Each token that left the engine, with its version, in all requests."""
         self.cancelled: list[str] = []
         self.running: set[str] = set()
         self.url = ""
@@ -167,20 +184,21 @@ class FakeEngine:
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),
+                    "weight_versions": spans,
                     "output_token_logprobs": [
                         [fake_logprob(token), token, None] for token in ids
                     ],
                 },
             }
-            if count == len(reply):
-                out["meta_info"]["weight_versions"] = spans
-                if (
-                    first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL)
-                ) is not None:
-                    experts = fake_experts([*prompt, *reply])[int(first) : -1]
-                    out["meta_info"]["routed_experts"] = base64.b64encode(
-                        experts.tobytes()
-                    ).decode()
+            if (
+                count == len(reply)
+                and (first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL))
+                is not None
+            ):
+                experts = fake_experts([*prompt, *reply])[int(first) : -1]
+                out["meta_info"]["routed_experts"] = base64.b64encode(
+                    experts.tobytes()
+                ).decode()
             if top := body.get("top_logprobs_num"):
                 out["meta_info"]["output_top_logprobs"] = [
                     [
@@ -193,6 +211,7 @@ class FakeEngine:
                 out = self.spoil(out)
             if body.get("stream"):
                 await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
+                self.sent.append((reply[count - 1], self.version))
         self._cache = [*self._cache[-63:], [*prompt, *reply]]
         if not body.get("stream"):
             return web.json_response(out, headers=self.headers)
@@ -202,14 +221,32 @@ class FakeEngine:
 
     def _reply(self, prompt: Sequence[int], params: dict) -> tuple[list[int], dict]:
         reply = list(self.script(prompt))
-        if self.abort_next:
-            self.abort_next = False
+        if self.aborts:
+            self.aborts -= 1
             return reply[:1], {"type": "abort", "message": "told to"}
         limit = params["max_new_tokens"]
         for count, token in enumerate(reply[:limit], 1):
             if token in params["stop_token_ids"] and not params.get("ignore_eos"):
                 return reply[:count], {"type": "stop", "matched": token}
         return reply[:limit], {"type": "length", "length": limit}
+
+
+class EngineDeaths:
+    """An engine dies before tokens of its requests, and one with the next weight
+    version takes its place. Use it as the engine's `holds`."""
+
+    def __init__(self, engine: FakeEngine, *before: int) -> None:
+        """`before`: for each death the number of the token that is not sent, from 1. A
+        request that a death does not end is followed by one with the same number."""
+        self._engine = engine
+        self._before = list(before)
+
+    def __call__(self, count: int) -> bool:
+        if self._before and count >= self._before[0]:
+            del self._before[0]
+            self._engine.version += 1
+            raise ConnectionResetError("the engine died")
+        return False
 
 
 def fake_logprob(token: int) -> float:

@@ -6,9 +6,8 @@ passed between router and engine), and transformers' own `apply_chat_template` a
 tokenizer. For each turn:
 
 - `ids`, `logprobs`, `spans`: the store's are the tap's. Of an aborted turn they are a
-  beginning of the tap's: what the gateway had read when it was cancelled. Only an
-  answer's last event tells its spans; where it was not read, each event's tokens have
-  the version that the event before was labelled with.
+  beginning of the tap's: what the gateway had read when it was cancelled. Of a turn that
+  several engines sampled, they are those of its segments, one behind the other.
 - `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then
   the turn's own context.
 - `tail`: that context is what transformers renders and tokenises for the messages that
@@ -33,7 +32,7 @@ import re
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -318,8 +317,9 @@ def judge(
     stored = {turn.id: turn for turn in turns}
     seen: dict[str, list[Generation]] = {}
     for generation in wire:
-        seen.setdefault(generation.rid.removesuffix("-again"), []).append(generation)
-    passed = {rid: _best(several) for rid, several in seen.items()}
+        rid, _, _ = generation.rid.partition("-again-")
+        seen.setdefault(rid, []).append(generation)
+    passed = {rid: _joined(segments) for rid, segments in seen.items()}
     for turn in stored.values():
         thinking = False if turn.session_id in unthinking else None
         _judge_turn(verdict, turn, stored, passed, reference, thinking)
@@ -369,9 +369,6 @@ def _judge_turn(
         for version, start, end in wire.spans
         if start < kept
     ]
-    if aborted and (not spans or turn.spans != spans):
-        # Where the end was not told, or was no longer read.
-        spans = _runs(wire.earlier_labels[:kept])
     if turn.spans != spans:
         differ("spans", (turn.spans, spans))
     path = _path(turn, stored)
@@ -427,17 +424,6 @@ def _judge_tail(
     if turn.context_ids != expected:
         differ("tail", (turn.context_ids, expected))
     return None
-
-
-def _runs(versions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Stretches of equal versions: (version, start, end)."""
-    runs: list[tuple[int, int, int]] = []
-    for at, version in enumerate(versions):
-        if runs and runs[-1][0] == version:
-            runs[-1] = (version, runs[-1][1], at + 1)
-        else:
-            runs.append((version, at, at + 1))
-    return runs
 
 
 def _judge_sent(
@@ -570,9 +556,37 @@ def _path(turn: StoredTurn, stored: Mapping[str, StoredTurn]) -> list[StoredTurn
     return path[::-1]
 
 
-def _best(several: Sequence[Generation]) -> Generation:
-    """Of a generation that was asked for again: the one that answered."""
-    return max(several, key=lambda one: (bool(one.finish), len(one.ids)))
+def _joined(segments: Sequence[Generation]) -> Generation:
+    """The requests of one turn as one. Each prompt says how many tokens before it were
+    kept."""
+    ordered = sorted(
+        segments, key=lambda one: int(one.rid.partition("-again-")[2] or 0)
+    )
+    first, *later = ordered
+    whole = first
+    for segment in later:
+        kept = len(segment.input_ids) - len(first.input_ids)
+        ids = whole.ids[:kept]
+        same = segment.input_ids == first.input_ids + ids
+        assert same, f"{segment.rid} does not continue what was sampled"
+        spans = [
+            (version, start, min(end, kept))
+            for version, start, end in whole.spans
+            if start < kept
+        ]
+        for version, start, end in segment.spans:
+            begin = kept + start
+            if spans and spans[-1][0] == version:
+                begin = spans.pop()[1]
+            spans.append((version, begin, kept + end))
+        whole = replace(
+            segment,
+            input_ids=first.input_ids,
+            ids=ids + segment.ids,
+            logprobs=whole.logprobs[:kept] + segment.logprobs,
+            spans=spans,
+        )
+    return whole
 
 
 def _any_of(texts: Iterable[str]) -> str:

@@ -152,6 +152,7 @@ class _Generation:
             "finish_reason": done,
             "prompt_tokens": self._prompt,
             "weight_version": "0",
+            "weight_versions": [{"version": "0", "start": 0, "end": end}],
             "total_retractions": 0,
             "completion_tokens": end,
             "cached_tokens": 0,
@@ -160,8 +161,6 @@ class _Generation:
                 [fixed_logprob(token), token, None] for token in ids
             ],
         }
-        if done is not None:
-            meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         return orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from invrl.engines.client.generation import (
     GenerateResult,
 )
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
-from invrl.engines.client.version_spans import EngineSpan, VersionTracker
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError, SessionError
@@ -183,32 +182,6 @@ def versions_of(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
     return np.array(versions, np.int32)
 
 
-class TrackedEvents:
-    """What a client told its `VersionTracker` of each event of a stream."""
-
-    def __init__(self) -> None:
-        self.label_by_token: list[int] = []
-        self.has_spans: list[bool] = []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        add = VersionTracker.add
-
-        def record_and_add(
-            tracker: VersionTracker,
-            label: str,
-            num_new_tokens: int,
-            spans: Sequence[EngineSpan] | None,
-        ) -> None:
-            self.label_by_token += [int(label)] * num_new_tokens
-            self.has_spans.append(spans is not None)
-            add(tracker, label, num_new_tokens, spans)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(VersionTracker, "add", record_and_add)
-            yield
-
-
 async def current_version(fleet: Fleet | None) -> int:
     """A stand-in begins with version 0."""
     if fleet is None:
@@ -266,46 +239,54 @@ async def test_stream_pieces_join_to_the_whole_reply(
     assert result.finish_reason == "length"
 
 
-async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
+async def test_every_piece_of_a_stream_has_the_exact_weight_versions_so_far(
     client: SglangClient,
     fleet: Fleet | None,
     stand_in: FakeEngine | None,
 ):
-    """Before it each event has the version that the engine has when it is sent, and
-    tokens that break off are recorded with versions that are none too new."""
+    """So the tokens of a stream that breaks off have exact versions, too."""
     old = await current_version(fleet)
     new = old + 1
     num_tokens = 1500
     if stand_in is not None:
         num_tokens = 90
         stand_in.holds = lambda count: count > 40 and stand_in.version == old
-    events = TrackedEvents()
-    with events.recording():
-        request = ask(PROMPT, tokens=num_tokens)
-        stream = client.stream(request)
-        try:
-            first_chunk = await anext(stream)
-            await rename(fleet, stand_in, new)
-            later_chunks, result = await collect(stream)
-        finally:
-            await rename(fleet, stand_in, old)
+    request = ask(PROMPT, tokens=num_tokens)
+    stream = client.stream(request)
+    try:
+        first_chunk = await anext(stream)
+        await rename(fleet, stand_in, new)
+        later_chunks, result = await collect(stream)
+    finally:
+        await rename(fleet, stand_in, old)
     assert isinstance(first_chunk, GenerateChunk)
-    *before_last, last = events.has_spans
-    assert last
-    assert not any(before_last)
 
     exact_T = versions_of(result.spans)
     assert set(exact_T.tolist()) == {old, new}
     assert np.all(np.diff(exact_T) >= 0)
-    labels_T = np.array(events.label_by_token)
-    assert len(labels_T) == len(exact_T)
-    assert np.all(labels_T >= exact_T)
-
+    num_sampled = 0
     for chunk in (first_chunk, *later_chunks):
-        recorded_T = versions_of(chunk.spans)
-        assert np.all(recorded_T <= exact_T[: len(recorded_T)])
-    recorded_T = versions_of(later_chunks[-2].spans)
-    assert set(recorded_T.tolist()) == {old, new}
+        num_sampled += len(chunk.ids_T)
+        assert versions_of(chunk.spans).tolist() == exact_T[:num_sampled].tolist()
+
+
+@pytest.mark.parametrize("after", [1, 7])
+async def test_a_reply_that_another_request_continues_is_the_whole_reply(
+    client: SglangClient,
+    server: str,
+    after: int,
+):
+    if not server.startswith("real"):
+        pytest.skip("the replies of stand-ins depend on the whole prompt")
+    sampling = greedy(tokens=12)
+    whole = await client.generate(ask(PROMPT, sampling=sampling))
+    ids = whole.ids_T.tolist()
+    rest = await client.generate(
+        ask([*PROMPT, *ids[:after]], sampling=greedy(tokens=12 - after))
+    )
+    assert [*ids[:after], *rest.ids_T.tolist()] == ids
+    logprobs_T = np.concatenate([whole.logprobs_T[:after], rest.logprobs_T])
+    assert logprobs_T == pytest.approx(whole.logprobs_T, abs=1e-3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

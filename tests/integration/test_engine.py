@@ -21,7 +21,7 @@ from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
-from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.generation import GenerateChunk, GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.engine_health import QUESTIONS, Updated, engine_death
@@ -145,18 +145,24 @@ async def tokens_go_by(engine: Engine) -> None:
         await engine.client.generate(request([1, 7], new=4, ignore_eos=True))
 
 
-async def test_abort_returns_the_tokens_sampled_so_far(engine: Engine) -> None:
-    flight = asyncio.create_task(
-        engine.client.generate(
-            request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True)
-        )
-    )
-    await tokens_go_by(engine)
-    await engine.client._control("/abort_request", {"rid": "to-abort"})
-    result = await asyncio.wait_for(flight, 120)
-    assert result.finish_reason == "abort"
-    assert 0 < len(result.ids_T) < 1900
-    assert len(result.logprobs_T) == len(result.ids_T)
+async def test_abort_is_an_error_after_the_tokens_sampled_so_far(
+    engine: Engine,
+) -> None:
+    chunks: list[GenerateChunk] = []
+
+    async def read_and_abort() -> None:
+        asked = request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True)
+        async for item in engine.client.stream(asked):
+            assert isinstance(item, GenerateChunk)
+            if not chunks:
+                await engine.client._control("/abort_request", {"rid": "to-abort"})
+            chunks.append(item)
+
+    with pytest.raises(ServerError, match="aborted"):
+        await asyncio.wait_for(read_and_abort(), 120)
+    num_tokens = sum(len(chunk.ids_T) for chunk in chunks)
+    assert 0 < num_tokens < 1900
+    assert chunks[-1].spans[-1].end == num_tokens
 
 
 async def test_closing_a_stream_ends_the_generation(engine: Engine) -> None:

@@ -20,12 +20,18 @@ from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
-from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+)
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.errors import WeightSyncError
+from invrl.gateway.rendering.text_stream import TextStream
+from invrl.gateway.turns.reply_sampling import ReplySampling
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.host.processes.process import process_tree, still_running
 from invrl.run.loop.weight_updater import WeightUpdater
@@ -247,6 +253,53 @@ async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     await leaves(fleet, hung)
     await fleet.engines["engine-1"].receiver.resume()
     await comes_back(fleet, hung)
+
+
+@pytest.mark.timeout(1200)
+async def test_streams_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) -> None:
+    fleet, _, _ = pair
+    client = SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    )
+    greedy = Sampling(temperature=0.0, max_new_tokens=600)
+    requests = [structs.replace(request(i), sampling=greedy) for i in range(8)]
+    chunks: list[list[GenerateChunk | GenerateResult]] = [[] for _ in requests]
+    async with client:
+        replies = [
+            ReplySampling(
+                asked,
+                stream=True,
+                sampler=client,
+                text_stream=TextStream(lambda ids: "", ()),
+                engine_return_s=60.0,
+            )
+            for asked in requests
+        ]
+        flights = [
+            asyncio.create_task(reply.run(taken.append))
+            for reply, taken in zip(replies, chunks, strict=True)
+        ]
+        async with asyncio.timeout(300):
+            while not all(chunks):
+                await asyncio.sleep(0.01)
+        killed = fleet.engines["engine-0"]
+        os.kill(killed.server.pid, signal.SIGKILL)
+        ends = await asyncio.wait_for(asyncio.gather(*flights), 300)
+        others = [
+            structs.replace(asked, rid=f"{asked.rid}-whole") for asked in requests
+        ]
+        wholes = [await client.generate(asked) for asked in others]
+    assert {end.finish_reason for end in ends} == {"length"}
+    for reply, taken, whole in zip(replies, chunks, wholes, strict=True):
+        ids_T = np.concatenate([chunk.ids_T for chunk in taken])
+        assert ids_T.tolist() == whole.ids_T.tolist()
+        logprobs_T = np.concatenate([chunk.logprobs_T for chunk in taken])
+        assert logprobs_T == pytest.approx(whole.logprobs_T, abs=1e-3)
+        assert reply.segments.spans == whole.spans
+    num_moved = sum(reply.segments.num_segments > 1 for reply in replies)
+    print(f"{num_moved} of {len(replies)} streams moved")
+    assert num_moved > 0
+    await leaves(fleet, killed)
 
 
 @pytest.mark.slow

@@ -302,10 +302,10 @@ async def test_request_cut_short_fails_the_bench(
     updated: tuple[UpdatedEngine, SglangClient, StandIn],
 ) -> None:
     engine, client, stand_in = updated
-    stand_in.replies.abort_next = True
+    stand_in.replies.aborts = 1
     part = await measure_in_flight(engine, client, number=3, updates=1, deadline_s=60.0)
     assert part.ratios["failed_requests_3"] == 1
-    assert "1 of" in part.failure
+    assert "aborted" in part.failure
 
 
 async def test_missing_engine_tensors_fail_the_bench(

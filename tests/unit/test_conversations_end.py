@@ -113,13 +113,13 @@ async def lose_the_engine(gateway: Running, session: Session, stream: bool) -> N
 
 
 async def be_aborted(gateway: Running, session: Session, stream: bool) -> None:
-    gateway.engine.abort_next = True
+    gateway.engine.aborts = 3
     await ask(gateway, session, stream=stream)
 
 
 async def fail_of_two(gateway: Running, session: Session, stream: bool) -> None:
     """One of two choices at a time."""
-    gateway.engine.abort_next = True
+    gateway.engine.aborts = 5  # of the six tries of both
     await ask(gateway, session, stream=stream, n=2)
 
 

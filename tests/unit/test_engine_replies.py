@@ -40,7 +40,8 @@ def event(version: str, finish: str | None = None, rid: str = "turn-1") -> bytes
     """One token, sampled under the weights of this label: the first, or the second one
     at the end."""
     num_tokens = 1 if finish is None else 2
-    meta: dict[str, Any] = {"id": rid, "prompt_tokens": 1, "weight_version": version}
+    meta: dict[str, Any] = {"id": rid, "prompt_tokens": 1}
+    meta["weight_versions"] = [{"version": version, "start": 0, "end": num_tokens}]
     meta["completion_tokens"] = num_tokens
     meta["output_token_logprobs"] = [[-0.5, 7, None]]
     if finish is not None:
@@ -55,11 +56,13 @@ async def test_events_are_read_in_whatever_pieces_they_arrive(size: int) -> None
         + b"data: [DONE]\n\n"
     )
     events = [decode_event(found) async for found in read_events(Pieces(body, size))]  # type: ignore[arg-type]
-    assert [found.meta_info.weight_version for found in events if found.meta_info] == [
-        "1",
-        "2",
-        "3",
+    versions = [
+        span.version
+        for found in events
+        if found.meta_info
+        for span in found.meta_info.weight_versions
     ]
+    assert versions == ["1", "2", "3"]
 
 
 def reader() -> GenerationReader:
@@ -78,18 +81,21 @@ def reader() -> GenerationReader:
     return GenerationReader(request, None, check)
 
 
-@pytest.mark.parametrize("finish", ["stop", "length", "abort"])
-def test_weights_that_changed_at_an_unknown_token_are_refused_unless_nothing_is_trained(
-    finish: str,
-) -> None:
+def test_an_abort_is_an_error_of_the_engine_and_brings_no_tokens() -> None:
     generation = reader()
     generation.add(decode_event(event("1")))
-    generation.add(decode_event(event("2", finish)))
-    if finish == "abort":
-        assert generation.end().finish_reason == "abort"
-    else:
-        with pytest.raises(ServerError, match="does not say where"):
-            generation.end()
+    with pytest.raises(ServerError, match="aborted") as failed:
+        generation.add(decode_event(event("1", "abort")))
+    assert not isinstance(failed.value, WrongReplyError)
+
+
+def test_the_abort_of_a_request_that_waits_is_no_wrong_reply() -> None:
+    """SGLang's message of it has none of the counts."""
+    finish = {"type": "abort", "message": "waited too long"}
+    aborted = json.dumps({"meta_info": {"id": "turn-1", "finish_reason": finish}})
+    with pytest.raises(ServerError, match="waited too long") as failed:
+        reader().add(decode_event(aborted.encode()))
+    assert not isinstance(failed.value, WrongReplyError)
 
 
 def test_an_error_of_the_engine_is_reported_in_its_words() -> None:

@@ -17,15 +17,13 @@ REQUEST = {
 }
 
 
-def event(ids: list[int], total: int, finish: dict | None, label: str = "3") -> bytes:
+def event(ids: list[int], total: int, finish: dict | None) -> bytes:
     logprobs = [[-token / 100, token, None] for token in ids]
     meta = {
         "output_token_logprobs": logprobs,
-        "weight_version": label,
+        "weight_versions": [{"version": "3", "start": 0, "end": total}],
         "finish_reason": finish,
     }
-    if finish is not None:
-        meta["weight_versions"] = [{"version": "3", "start": 0, "end": total}]
     return b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n"
 
 
@@ -83,20 +81,8 @@ def test_tap_of_a_broken_stream_has_its_whole_events():
     assert tap.generations == []
     generation = read_generation(waiting[0])
     assert generation.ids == [7, 8]
-    assert generation.spans == []
+    assert generation.spans == [(3, 0, 2)]
     assert generation.finish == ""
-    assert generation.earlier_labels == [3, 3]
-
-
-def test_each_tapped_token_has_the_version_label_of_the_previous_event():
-    parts = [
-        event([7, 8], 2, None),
-        event([9, 5], 4, None, "4"),
-        event([6], 5, None, "4"),
-    ]
-    _, waiting = read(chunked(parts), 64)
-    generation = read_generation(waiting[0])
-    assert generation.earlier_labels == [3, 3, 3, 3, 4]
 
 
 def test_tap_does_not_read_http2():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from fakes import EngineDeaths
 from running_gateway import (
     ASK,
     MORE,
@@ -21,11 +24,11 @@ from running_gateway import (
     running,
 )
 
-from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.turns import generation
+from invrl.gateway.turns import reply_sampling
 from invrl.types.sessions import Sampling
 
 
@@ -43,40 +46,30 @@ async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(
     assert gateway.turns(session) == []
 
 
-async def test_a_generation_that_breaks_off_is_not_begun_again(gateway: Running):
-    def break_off(count: int) -> bool:
-        if count > 3:
-            raise ConnectionResetError
-        return False
-
-    gateway.engine.holds = break_off
-    [session] = await gateway.open()
-    with pytest.raises(openai.APIError):
-        async for _ in await gateway.client(session).chat.completions.create(
-            model="tiny", messages=[ASK], stream=True
-        ):
-            pass
-    assert len(gateway.engine.requests) == 1
-    [turn] = gateway.turns(session)
-    assert turn.finish_reason == "abort"
-    assert len(turn.sampled_ids_T) == 3
-
-
 async def test_what_was_aborted_is_never_continued(
-    gateway: Running, renderer: Renderer
+    gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
-    gateway.engine.abort_next = True
+    monkeypatch.setattr(reply_sampling, "_RETRY_PAUSES_S", ())
+    gateway.engine.holds = EngineDeaths(gateway.engine, 4)
     [session] = await gateway.open()
     create = gateway.client(session).chat.completions.create
-    with pytest.raises(openai.APIError, match="abort"):
-        await create(model="tiny", messages=[ASK])
+    with pytest.raises(openai.APIError, match="closed the connection"):
+        await read(await create(model="tiny", messages=[ASK], stream=True))
+    await eventually(lambda: len(gateway.turns(session)) == 1)
     [aborted] = gateway.turns(session)
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.sampled_ids_T) == 3
     reply = {
         "role": "assistant",
         "content": renderer.reply_text(aborted.sampled_ids_T.tolist()),
     }
     await create(model="tiny", messages=[ASK, reply, MORE])
     assert gateway.turns(session)[-1].parent_id is None
+
+
+async def read(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
 
 
 async def test_a_reply_is_whole_only_when_its_turn_is_in_the_store(
@@ -103,7 +96,7 @@ async def test_a_reply_is_whole_only_when_its_turn_is_in_the_store(
 async def test_a_request_waits_while_the_router_has_no_engine(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(generation, "_ENGINE_POLL_S", 0.01)
+    monkeypatch.setattr(reply_sampling, "_ENGINE_POLL_S", 0.01)
     sample = SglangClient.generate
     asked: list[str] = []
 
@@ -124,7 +117,7 @@ async def test_a_request_waits_while_the_router_has_no_engine(
 async def test_a_request_waits_for_an_engine_until_a_deadline(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(generation, "_ENGINE_POLL_S", 0.01)
+    monkeypatch.setattr(reply_sampling, "_ENGINE_POLL_S", 0.01)
 
     async def generate(client: SglangClient, request: GenerateRequest):
         raise NoEngineError("no engine is there")
@@ -136,6 +129,40 @@ async def test_a_request_waits_for_an_engine_until_a_deadline(
             await gateway.client(session).chat.completions.create(
                 model="tiny", messages=[ASK]
             )
+
+
+async def test_a_connection_that_breaks_behind_the_last_token_loses_nothing():
+    async def answer(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(asked)
+        meta = {
+            "id": "a",
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": 1,
+            "completion_tokens": 1,
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
+        event = json.dumps({"output_ids": [7], "meta_info": meta})
+        await response.write(f"data: {event}\n\n".encode())
+        raise ConnectionResetError("the engine died")
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    limits = EngineLimits(vocab_size=512, context_length=1024)
+    request = GenerateRequest(
+        rid="a",
+        input_ids_T=np.array([1], np.int32),
+        sampling=Sampling(max_new_tokens=1),
+    )
+    async with (
+        TestServer(app) as engine,
+        SglangClient(str(engine.make_url("")), limits=limits) as client,
+    ):
+        chunk, end = [item async for item in client.stream(request)]
+    assert chunk.spans == end.spans
+    assert isinstance(end, GenerateEnd)
+    assert end.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, NoEngineError), (500, ServerError)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes import EngineDeaths
 from pydantic_core import from_json
 from running_gateway import Running, running
 from tool_replies import PARSERS, say
@@ -596,7 +597,7 @@ async def test_broken_stream_ends_with_an_error_event(
 ):
     [session] = await gateway.open()
     say(gateway, renderer, "Hello")
-    gateway.engine.abort_next = True
+    gateway.engine.holds = EngineDeaths(gateway.engine, 2, 1, 1)
     answer = await post(gateway, session, messages=[ASK], stream=True)
     *_, last = answer.text.strip().split("\n\n")
     name, _, data = last.partition("\n")
@@ -604,7 +605,7 @@ async def test_broken_stream_ends_with_an_error_event(
     error = json.loads(data.removeprefix("data: "))
     assert error["type"] == "error"
     assert error["error"]["type"] == "overloaded_error"
-    assert "abort" in error["error"]["message"]
+    assert "closed the connection" in error["error"]["message"]
 
 
 _CONTENT: dict[str, list[Any]] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from fakes import EngineDeaths
 from openai.types.responses import Response
 from running_gateway import Running, eventually, running
 from tool_replies import PARSERS, say
@@ -840,9 +841,12 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_aborted_generation_is_a_response_error(gateway: Running, stream: bool):
+async def test_failed_generation_is_a_response_error(gateway: Running, stream: bool):
     [session] = await gateway.open()
-    gateway.engine.abort_next = True
+    if stream:
+        gateway.engine.holds = EngineDeaths(gateway.engine, 2, 1, 1)
+    else:
+        gateway.engine.aborts = 3
     raw = await gateway.http.post(
         session.base_url + "/responses",
         json={"model": "tiny", "input": "Hi", "stream": stream},
@@ -860,8 +864,8 @@ async def test_aborted_generation_is_a_response_error(gateway: Running, stream: 
     failed = events[-1]["response"]
     assert failed["status"] == "failed"
     assert failed["error"]["code"] == "server_error"
-    gateway.engine.abort_next = True
-    with pytest.raises(openai.APIError, match="abort"):
+    gateway.engine.holds = EngineDeaths(gateway.engine, 2, 1, 1)
+    with pytest.raises(openai.APIError, match="closed the connection"):
         async for _ in await gateway.client(session).responses.create(
             model="tiny", input="Yo", stream=True
         ):

@@ -121,6 +121,15 @@ def test_the_longest_beginning_of_a_stop_string_is_held_back(text: str, mark: st
     assert partial_mark_length(text, ["x", mark]) == expected
 
 
+def test_text_is_settled_unless_a_character_or_a_stop_string_may_have_begun():
+    stream = TextStream(of_bytes, ("END",))
+    settled = []
+    for byte in "aé EN EE".encode():
+        stream.push([byte])
+        settled.append(stream.is_settled)
+    assert settled == [True, False, True, True, False, False, True, False, False]
+
+
 def test_a_long_stop_string_costs_no_more_than_the_text():
     """With work for each of its beginnings, a token of this one took a minute."""
     stream = TextStream(of_bytes, ["a" * 1_000_000 + "b"])

@@ -18,11 +18,10 @@ from invrl.engines.client.sglang_responses import (
     GenerateEvent,
     MetaInfo,
 )
-from invrl.engines.client.version_spans import VersionTracker
+from invrl.engines.client.version_spans import version_spans
 from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
 from invrl.errors import (
     ServerError,
-    WrongReplyError,
 )
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.sessions import Sampling
@@ -88,9 +87,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Spans of the whole output so far: a caller that cancels keeps the sampled tokens.
-    Exact in the last chunk. Before, `VersionTracker` derives them from the chunks'
-    labels; they are never newer than the tokens."""
+    """Spans of all tokens of this request so far: a caller that cancels, or whose
+    engine dies, keeps the sampled tokens."""
     cached_tokens: int = 0
     """Prompt tokens that the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
@@ -114,7 +112,7 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
-    """A whole finished generation. An aborted one holds the tokens sampled before."""
+    """A whole finished generation."""
 
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
@@ -168,20 +166,35 @@ class GenerationReader:
         self._experts = experts
         self._top_logprobs = request.top_logprobs
         self._meta: MetaInfo | None = None
-        self._versions = VersionTracker()
+        self._num_tokens = 0
+        self._spans: tuple[VersionSpan, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the event that ends the reply has been added."""
+        return self._meta is not None and self._meta.finish_reason is not None
 
     def add(self, event: GenerateEvent) -> GenerateChunk:
+        """Return the tokens of an event. Raises ServerError if the engine has failed or
+        aborted the generation; the tokens of that event, if it has any, do not
+        count."""
         meta = event.meta_info
         if meta is None:
             detail = bytes(event.error)[:500].decode(errors="replace")
             raise ServerError(f"the engine failed a generation: {detail}")
+        finish = meta.finish_reason
+        if finish is not None and finish.type == "abort":
+            raise ServerError(
+                f"the engine aborted a generation: {finish.message[:500]}"
+            )
         self._check.check_event(event, meta)
         self._meta = meta
         sampled = meta.output_token_logprobs
-        self._versions.add(meta.weight_version, len(sampled), meta.weight_versions)
-        self._check.check_spans(self._versions.spans)
+        self._num_tokens += len(sampled)
+        self._spans = version_spans(meta.weight_versions, self._num_tokens)
+        self._check.check_spans(self._spans)
         return GenerateChunk(
-            spans=self._versions.spans,
+            spans=self._spans,
             ids_T=np.array([token for _, token, _ in sampled], np.int32),
             logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
             top=self._likeliest_tokens(meta),
@@ -200,36 +213,27 @@ class GenerationReader:
     def end(self) -> GenerateEnd:
         meta = self._meta
         if meta is None or meta.finish_reason is None:
-            raise WrongReplyError("a generation ended without a finish reason")
+            raise ServerError("the engine's reply breaks off")
         finish = meta.finish_reason
-        if finish.type != "abort":
-            self._check.check_end(meta)
-        if not self._versions.certain and finish.type != "abort":
-            raise ServerError(
-                "the engine's weights changed during a generation, and it does not say where"
-            )
+        self._check.check_end(meta)
         matched_stop = finish.matched
         if isinstance(matched_stop, list):
             matched_stop = matched_stop[-1]
         return GenerateEnd(
-            spans=self._versions.spans,
+            spans=self._spans,
             finish_reason=finish.type,
             matched_stop=matched_stop,
             cached_tokens=meta.cached_tokens,
-            experts_TLK=self._turn_experts(meta, finish.type),
+            experts_TLK=self._turn_experts(meta),
         )
 
-    def _turn_experts(
-        self, meta: MetaInfo, finish_reason: FinishReason
-    ) -> RoutedExperts | None:
-        """Return the turn's experts; None for an aborted reply, which is never
-        trained."""
-        if self._experts is None or finish_reason == "abort":
+    def _turn_experts(self, meta: MetaInfo) -> RoutedExperts | None:
+        if self._experts is None:
             return None
         return turn_experts(
             meta.routed_experts,
             self._experts,
             path_tokens=self._path_tokens,
             prompt_tokens=meta.prompt_tokens,
-            spans=self._versions.spans,
+            spans=self._spans,
         )

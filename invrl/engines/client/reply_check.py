@@ -3,8 +3,7 @@ program, and may be wrong.
 
 Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a
 softmax can have, as many as were counted and no more than were requested, sampled after
-the prompt that was sent, by weights that exist. An aborted reply may be shorter than
-its counts, because it is never trained.
+the prompt that was sent, by weights that exist.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,11 +62,7 @@ class ReplyCheck:
         self._ended = meta.finish_reason is not None
         tokens = meta.output_token_logprobs
         self._num_tokens += len(tokens)
-        aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
-        if not aborted:
-            self._check_counts(
-                event.output_ids, [token for _, token, _ in tokens], meta
-            )
+        self._check_counts(event.output_ids, [token for _, token, _ in tokens], meta)
         if self._num_tokens > self._max_new_tokens:
             raise WrongReplyError(
                 f"{self._num_tokens} tokens came, {self._max_new_tokens} were asked for"
@@ -94,7 +89,7 @@ class ReplyCheck:
             )
 
     def check_end(self, meta: MetaInfo) -> None:
-        """Check the end of a reply that was not aborted. `meta`: of its last event."""
+        """Check the end of a reply. `meta`: of its last event."""
         if self._num_tokens == 0:
             raise WrongReplyError("an answer without any token")
         if meta.completion_tokens != self._num_tokens:

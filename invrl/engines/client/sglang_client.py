@@ -187,6 +187,8 @@ class SglangClient:
         reader = self._reader(request)
         with self._report_wrong_replies():
             chunk = reader.add(decode_event(reply.body))
+            if not reader.has_ended:
+                raise WrongReplyError("a whole reply without a finish reason")
             end = msgspec.structs.replace(reader.end(), engine=reply.engine)
         return GenerateResult(
             **msgspec.structs.asdict(end),
@@ -226,6 +228,10 @@ class SglangClient:
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
+        except ServerError as error:
+            # A connection that breaks behind the last token has lost nothing.
+            if not reader.has_ended or isinstance(error, WrongReplyError):
+                raise
         with self._report_wrong_replies():
             end = msgspec.structs.replace(reader.end(), engine=engine)
         yield end

@@ -33,15 +33,16 @@ class MetaInfo(msgspec.Struct):
     """Part of SGLang's `meta_info` that we read."""
 
     id: str
-    prompt_tokens: int
-    weight_version: str
+    prompt_tokens: int = 0
+    """Absent in the abort of a request that waits."""
     completion_tokens: int = 0
     """Tokens of the whole reply so far."""
     cached_tokens: int = 0
     output_token_logprobs: list[TokenLogprob] = []
     output_top_logprobs: list[list[TopLogprob] | None] | None = None
     finish_reason: Finish | None = None
-    weight_versions: list[EngineSpan] | None = None
+    weight_versions: list[EngineSpan] = []
+    """Versions of all tokens of the reply so far."""
     routed_experts: str | None = None
     """Present only at the end of a reply."""
 

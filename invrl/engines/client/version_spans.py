@@ -1,10 +1,9 @@
-"""The weight versions that sampled the tokens of one generation, from SGLang's report.
+"""The weight versions that sampled the tokens of a generation, from SGLang's reports.
 Pure.
 
-Only the last event of a reply reports the version of every token. Each earlier event
-has one label: the version that the engine's HTTP process held when it forwarded the
-event. Tokens in transit while the weights changed bear the new label, although the old
-weights sampled them. A label is thus the newest version that its tokens can have.
+Every event of a reply reports the version of each token so far
+(`inside_sglang/event_versions.py`), so the tokens of a reply that breaks off have exact
+versions, too.
 """
 
 from __future__ import annotations
@@ -29,69 +28,11 @@ class EngineSpan(msgspec.Struct):
     end: int
 
 
-class VersionTracker:
-    """Version spans of one generation, which grow event by event."""
-
-    def __init__(self) -> None:
-        self.spans: tuple[VersionSpan, ...] = ()
-        """Spans that tile the tokens so far."""
-        self.certain = True
-        """Whether the engine has reported the version of every token, or there was only
-        one label."""
-        self._previous_label: str | None = None
-        self._num_tokens = 0
-
-    def add(
-        self, label: str, num_new_tokens: int, engine_spans: Sequence[EngineSpan] | None
-    ) -> None:
-        """Add an event with its label. Only the last event has `engine_spans`, for all
-        tokens of the reply.
-
-        Without them the new tokens count as sampled under the previous event's label.
-        That version is no newer than theirs, as long as the tokens in transit during an
-        update came as one event. The record of an interrupted reply may therefore
-        overstate the age of its weights. The first event has no label before it, and
-        its own is too new if the update came between sampling and forwarding. An
-        interrupted turn is never trained.
-
-        Raises WrongReplyError if the engine's spans omit a token, or if a version is
-        not a number.
-        """
-        self._num_tokens += num_new_tokens
-        if engine_spans:
-            self.spans = _exact_spans(engine_spans, self._num_tokens)
-            self.certain = True
-        else:
-            previous_label = (
-                label if self._previous_label is None else self._previous_label
-            )
-            if label != previous_label:
-                self.certain = False
-            if num_new_tokens:
-                self._extend(previous_label)
-        self._previous_label = label
-
-    def _extend(self, label: str) -> None:
-        """Assign this version to the tokens that no span covers yet."""
-        version = _version(label)
-        start = 0
-        earlier = self.spans
-        if earlier:
-            last = earlier[-1]
-            start = last.end
-            if last.version == version:
-                start = last.start
-                earlier = earlier[:-1]
-        self.spans = (
-            *earlier,
-            VersionSpan(version=version, start=start, end=self._num_tokens),
-        )
-
-
-def _exact_spans(
+def version_spans(
     engine_spans: Sequence[EngineSpan], num_tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """Return the engine's spans without empty ones, cut at `num_tokens`."""
+    """Return the engine's spans without empty ones, cut at `num_tokens`. Raises
+    WrongReplyError if they omit a token, or if a version is not a number."""
     spans: list[VersionSpan] = []
     covered = 0
     for span in engine_spans:

@@ -36,6 +36,7 @@ from invrl.engines.inside_sglang.engine_instance import add_instance_header
 from invrl.engines.inside_sglang.engine_log import log_in_lines
 from invrl.engines.inside_sglang.engine_routes import add_routes
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
+from invrl.engines.inside_sglang.event_versions import report_versions_in_every_event
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
 from invrl.engines.inside_sglang.routed_experts_label import respond_with_experts
 from invrl.engines.inside_sglang.server_info_keys import hide_keys_in_responses
@@ -95,6 +96,7 @@ def _change_scheduler() -> None:
     _keep_load_in_tmpdir()
     keep_memory_in_flushes()
     separate_kv_of_versions()
+    report_versions_in_every_event()
     put_canaries_first()
     load_in_one_step()
     leave_unpacked_modules()

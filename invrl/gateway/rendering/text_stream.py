@@ -41,6 +41,11 @@ class TextStream:
         self._text = ""
         """Text not returned yet: it is, or may become, a stop string."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all text so far has been returned."""
+        return not self._text and len(self._decode(self._ids)) == self._num_shown
+
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that may be shown now."""
         self._ids += ids

@@ -5,7 +5,8 @@ retries that join it). When the last one has gone, the generation is cancelled, 
 engine too. Invariants: if the engine counts another number of prompt tokens than were
 sent, the turn is aborted; `answer()` returns only after the commit of the turn, which
 waits for space on a full disk; what was sampled of an aborted turn is recorded, and
-never continued or trained."""
+never continued or trained. If its engine fails, another one continues the generation
+(`segments.py`), and the clients do not notice."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -24,15 +24,12 @@ from numpy.typing import NDArray
 from invrl.engines.client.generation import (
     NO_TOP,
     GenerateChunk,
-    GenerateEnd,
     GenerateRequest,
     GenerateResult,
 )
 from invrl.errors import (
     DiskFullError,
     InvrlError,
-    NoEngineError,
-    ServerError,
     SessionError,
 )
 from invrl.gateway.rendering.renderer import Renderer
@@ -41,21 +38,18 @@ from invrl.gateway.rendering.replies.reply_parser import (
     join_deltas,
     reply_message,
 )
+from invrl.gateway.turns.reply_sampling import ReplySampling, Sampler
+from invrl.gateway.turns.segments import NotMoved
 from invrl.gateway.types import Answer, Delta, Message, Node, Piece, ResponseStart, Tool
 from invrl.host.output.traces import Attributes, SpanPlace, child_span
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.top_logprobs import TopLogprobs
-from invrl.types.turns import FinishReason, Turn, VersionSpan
+from invrl.types.turns import FinishReason, Turn
 
 _log = logging.getLogger(__name__)
 
 _JOIN_AFTER = 16
 """Number of pieces, seen by every reader, from which they are joined."""
-_RETRY_PAUSES_S = (0.5, 2.0)
-"""Pauses before a second and a third try. The router takes up to two seconds to drop a
-dead engine."""
-_ENGINE_POLL_S = 0.5
-"""Pause between two requests to a router that has no engine."""
 _SPACE_POLL_S = 1.0
 """Pause between two tries to record a turn on a full disk."""
 
@@ -92,22 +86,15 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Span of the turn, if this process sends traces."""
     stop: str = ""
     """Client's stop string that ended the reply; "" if none did."""
+    is_moved: bool = False
+    """Whether more than one request to an engine sampled the tokens."""
+    not_moved: NotMoved | None = None
+    """Reason that no other engine continued the turn whose engine failed."""
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
 """Records a turn with its reply. The future is done when the turn is durable. If it has
 a DiskFullError, nothing was recorded, and the call may be repeated."""
-
-
-class Sampler(Protocol):
-    """Interface of the engines for the gateway (`SglangClient`). Cancelling a call ends
-    the generation there."""
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
-
-    def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]: ...
 
 
 class Generation:
@@ -135,13 +122,9 @@ class Generation:
         self.proposal = proposal
         self.delivered = False
         """Whether some client got the whole answer."""
-        self.cached_tokens = 0
-        """Prompt tokens that the engine had cached; known with the first piece."""
         self.started_at = time.time()
         self._began = time.monotonic()
-        self._sampler = sampler
         self._commit = commit
-        self._engine_return_s = engine_return_s
         self._space_wait_s = space_wait_s
         self._parser = parser
         self._text_stream = renderer.stream(
@@ -155,7 +138,13 @@ class Generation:
         than the next. (A piece of one chunk takes 0.5 KB of memory.)"""
         self._top: list[NDArray[np.void]] = []
         """Likeliest tokens [T, K] of each chunk to record."""
-        self._spans: tuple[VersionSpan, ...] = ()
+        self._sampling = ReplySampling(
+            proposal.request,
+            stream=proposal.stream,
+            sampler=sampler,
+            text_stream=self._text_stream,
+            engine_return_s=engine_return_s,
+        )
         self._num_attached = 0
         self._waiters: list[asyncio.Future[None]] = []
         self._answer: Answer | None = None
@@ -173,6 +162,11 @@ class Generation:
     def digest(self) -> str:
         """Digest of the request."""
         return self.proposal.digest
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine had cached; known with the first piece."""
+        return self._sampling.segments.cached_tokens
 
     @property
     def start(self) -> ResponseStart:
@@ -298,32 +292,40 @@ class Generation:
 
     async def _sample_and_record(self, trace: SpanPlace | None) -> Answer:
         try:
-            with child_span("generate"):
-                result = await self._sample()
+            result = await self._sampling.run(self._take)
             last_text = self._text_stream.finish()
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
             self._commit(
-                self._turn("abort"), self.proposal, self._reply(), Recorded(trace=trace)
+                self._turn("abort"),
+                self.proposal,
+                self._reply(),
+                self._recorded(trace),
             )
             raise
         message = self._reply()
-        turn = self._turn(result.finish_reason, result.cached_tokens)
+        turn = self._turn(result.finish_reason)
         stop = ""
         if isinstance(result.matched_stop, str):
             stop = result.matched_stop
-        recorded = Recorded(
+        recorded = msgspec.structs.replace(
+            self._recorded(trace),
             experts_TLK=result.experts_TLK,
             top=self._recorded_top(),
-            trace=trace,
             stop=stop,
         )
         with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
             await self._record(turn, message, recorded)
-        if result.finish_reason == "abort":
-            raise ServerError("the engine aborted this generation")
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
+
+    def _recorded(self, trace: SpanPlace | None) -> Recorded:
+        """Return what is known of every turn, also of one that is aborted."""
+        return Recorded(
+            trace=trace,
+            is_moved=self._sampling.segments.num_segments > 1,
+            not_moved=self._sampling.not_moved,
+        )
 
     async def _record(self, turn: Turn, message: Message, recorded: Recorded) -> None:
         """Wait until the turn is durable. Raises DiskFullError if the disk stays
@@ -339,62 +341,9 @@ class Generation:
                     raise
             await asyncio.sleep(_SPACE_POLL_S)
 
-    async def _sample(self) -> GenerateEnd:
-        """Sample, and try again if the engines fail before the first token. Waits for
-        an engine while there is none."""
-        request = self.proposal.request
-        pauses = iter(_RETRY_PAUSES_S)
-        number = 0
-        no_engine_since = None
-        while True:
-            try:
-                return await self._sample_once(request)
-            except NoEngineError as error:
-                now = time.monotonic()
-                if no_engine_since is None:
-                    no_engine_since = now
-                    _log.warning("waiting for an engine: %s", error)
-                if now - no_engine_since > self._engine_return_s:
-                    raise
-                pause_s = _ENGINE_POLL_S
-            except ServerError as error:
-                if self._pieces:
-                    raise
-                no_engine_since = None
-                pause_s = next(pauses, None)
-                if pause_s is None:
-                    raise
-                _log.warning("asking again: %s", error)
-            await asyncio.sleep(pause_s)
-            number += 1
-            rid = f"{self.turn_id}-again-{number}"
-            request = msgspec.structs.replace(request, rid=rid)
-
-    async def _sample_once(self, request: GenerateRequest) -> GenerateEnd:
-        if self.proposal.stream:
-            return await self._sample_stream(request)
-        whole = await self._sampler.generate(request)
-        if len(whole.ids_T):
-            self._take(whole)
-        return whole
-
-    async def _sample_stream(self, request: GenerateRequest) -> GenerateEnd:
-        result = None
-        async with contextlib.aclosing(self._sampler.stream(request)) as items:
-            async for item in items:
-                if isinstance(item, GenerateChunk):
-                    self._take(item)
-                else:
-                    result = item
-        if result is None:
-            raise ServerError("the engine's stream ended without a result")
-        return result
-
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
         """Publish the tokens of a chunk, even if their text cannot be parsed: they were
         sampled."""
-        self._spans = chunk.spans
-        self.cached_tokens = chunk.cached_tokens
         delta = Delta()
         try:
             text = self._text_stream.push(chunk.ids_T.tolist())
@@ -443,7 +392,7 @@ class Generation:
         """Return the reply sampled so far."""
         return reply_message(join_deltas([piece.delta for piece in self._pieces]))
 
-    def _turn(self, finish_reason: FinishReason, cached_tokens: int = 0) -> Turn:
+    def _turn(self, finish_reason: FinishReason) -> Turn:
         """Return the turn sampled so far."""
         proposal = self.proposal
         parent_id = None
@@ -460,13 +409,13 @@ class Generation:
             logprobs_T=np.concatenate(
                 [_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]
             ),
-            spans=self._spans,
+            spans=self._sampling.segments.spans,
             finish_reason=finish_reason,
             request_digest=proposal.digest,
             delivered=False,
             temperature=proposal.request.sampling.temperature,
             prompt_tokens=len(proposal.request.input_ids_T),
-            cached_tokens=cached_tokens,
+            cached_tokens=self.cached_tokens,
             fork_reason=proposal.fork_reason,
             constrained=proposal.constrained,
             grammar=proposal.grammar,

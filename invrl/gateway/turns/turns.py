@@ -30,11 +30,12 @@ from invrl.gateway.rendering.replies.reply_parser import ReplyParser
 from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import Conversation, ResponseSource
-from invrl.gateway.turns.generation import Generation, Proposal, Recorded, Sampler
+from invrl.gateway.turns.generation import Generation, Proposal, Recorded
 from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT, Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.turns.recovery import restore
+from invrl.gateway.turns.reply_sampling import Sampler
 from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
 from invrl.store.run_store import RunStore
@@ -487,7 +488,7 @@ class Turns:
         it was aborted."""
         loop = asyncio.get_running_loop()
         if not len(turn.sampled_ids_T) or conversation.frozen:
-            self._count_turn(turn)
+            self._count_turn(turn, recorded)
             nothing_to_store: asyncio.Future[None] = loop.create_future()
             nothing_to_store.set_result(None)
             return nothing_to_store
@@ -513,7 +514,7 @@ class Turns:
         )
         if turn.finish_reason == "abort":
             conversation.forest.add_cancelled(node)
-        on_end = partial(self._on_commit_end, conversation, node)
+        on_end = partial(self._on_commit_end, conversation, node, recorded)
         if (
             durable.done()
         ):  # as a rule; then the node is there before the answer is sent
@@ -523,17 +524,25 @@ class Turns:
         return durable
 
     def _on_commit_end(
-        self, conversation: Conversation, node: Node, durable: asyncio.Future[None]
+        self,
+        conversation: Conversation,
+        node: Node,
+        recorded: Recorded,
+        durable: asyncio.Future[None],
     ) -> None:
         if durable.cancelled() or durable.exception() is not None:
             conversation.discard(node.turn)
             return
-        self._count_turn(node.turn)
+        self._count_turn(node.turn, recorded)
         if node.turn.finish_reason != "abort":
             conversation.forest.add(node)
 
-    def _count_turn(self, turn: Turn) -> None:
+    def _count_turn(self, turn: Turn, recorded: Recorded) -> None:
         self.counts[turn.finish_reason] += 1
+        if recorded.is_moved:
+            self.counts["moved"] += 1
+        if recorded.not_moved is not None:
+            self.counts[f"not_moved/{recorded.not_moved.value}"] += 1
         self.counts["prompt_tokens"] += turn.prompt_tokens
         self.counts["cached_tokens"] += turn.cached_tokens
         self.counts["sampled_tokens"] += len(turn.sampled_ids_T)

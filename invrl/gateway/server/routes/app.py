@@ -37,7 +37,7 @@ from invrl.gateway.server.workers.request_counts import (
 )
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.lifecycle import Lifecycle
-from invrl.gateway.turns.generation import Sampler
+from invrl.gateway.turns.reply_sampling import Sampler
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import MatchLevel
 from invrl.host.output.traces import Traces
