@@ -61,7 +61,6 @@ COMMANDS = {
     ),
     "plan": Command(
         "plan",
-        "plan",
         "estimate step time, staleness and the split of GPUs from a run or its rates",
     ),
     "show-config": Command(
