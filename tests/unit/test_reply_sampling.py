@@ -16,8 +16,8 @@ from invrl.engines.client.generation import (
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.turns import reply_sampling
+from invrl.gateway.turns.continuation import NotMoved
 from invrl.gateway.turns.reply_sampling import ReplySampling
-from invrl.gateway.turns.segments import NotMoved
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion

@@ -6,7 +6,7 @@ engine too. Invariants: if the engine counts another number of prompt tokens tha
 sent, the turn is aborted; `answer()` returns only after the commit of the turn, which
 waits for space on a full disk; what was sampled of an aborted turn is recorded, and
 never continued or trained. If its engine fails, another one continues the generation
-(`segments.py`), and the clients do not notice."""
+(`continuation.py`), and the clients do not notice."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from invrl.gateway.rendering.replies.reply_parser import (
     join_deltas,
     reply_message,
 )
+from invrl.gateway.turns.continuation import NotMoved
 from invrl.gateway.turns.reply_sampling import ReplySampling, Sampler
-from invrl.gateway.turns.segments import NotMoved
 from invrl.gateway.types import Answer, Delta, Message, Node, Piece, ResponseStart, Tool
 from invrl.host.output.traces import Attributes, SpanPlace, child_span
 from invrl.types.routed_experts import RoutedExperts

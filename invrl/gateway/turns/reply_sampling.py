@@ -1,6 +1,6 @@
 """Samples one reply, on one engine after another while engines fail.
 
-Before the first token a request is simply sent again; after it, `segments.py` says what
+Before the first token a request is simply sent again; after it, `continuation.py` says what
 the next engine is asked. The clients of the generation notice a pause.
 """
 
@@ -21,7 +21,7 @@ from invrl.engines.client.generation import (
 )
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.text_stream import TextStream
-from invrl.gateway.turns.segments import NotMoved, Segments
+from invrl.gateway.turns.continuation import NotMoved, Segments
 from invrl.host.output.traces import child_span
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from invrl.engines.client.generation import (
     GenerateRequest,
 )
 from invrl.errors import ServerError, WrongReplyError
-from invrl.gateway.turns.segments import NotMoved, Segments, joined_spans
+from invrl.gateway.turns.continuation import NotMoved, Segments, joined_spans
 from invrl.types.sessions import Sampling
 from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
