@@ -214,6 +214,7 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         )
 
 
+@pytest.mark.slow
 def test_judge_covers_thinking_models(thinking: Recorded):
     sent = thinking.load.sent
     refusing = thinking.load.unthinking

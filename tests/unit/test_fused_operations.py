@@ -194,6 +194,7 @@ def test_fused_swiglu_and_its_gradient_equal_the_formula() -> None:
     )
 
 
+@pytest.mark.slow
 def test_fused_functions_compiled_by_torch_equal_their_eager_results() -> None:
     """Into code of the CPU, as on a GPU into Triton's."""
     torch._dynamo.reset()  # what other tests have compiled of Megatron's functions
