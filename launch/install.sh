@@ -83,7 +83,7 @@ rm -f "$STAMP"
 install() {  # arguments as for `pip install`
   if [ -n "$uv" ]; then
     ( eval "$("$VENV/bin/python" launch/uv_settings.py)"
-      contained "$uv" pip install --quiet --python "$VENV/bin/python" "$@" ) && return
+      contained "$uv" pip install --quiet --compile-bytecode --python "$VENV/bin/python" "$@" ) && return
     say "uv did not succeed: trying pip"
     uv=""
   fi
