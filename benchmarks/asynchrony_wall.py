@@ -5,8 +5,8 @@ settings on a real clock and on one that jumps.
 
 The real run has the real gateway, router, buffer, rollout worker, dispatcher and loop.
 The engine answers whole turns, each after its tokens' time; trainer and weight updates
-only sleep. Synchronous and asynchronous runs take turns. Exit code 1: some run took 3 %
-longer or shorter than `invrl/run/plan/virtual_run.py`.
+only sleep. Synchronous and asynchronous runs take turns. Exit code 1: some run took over
+3 % longer or shorter than `invrl/run/plan/virtual_run.py`.
 """
 
 from __future__ import annotations
