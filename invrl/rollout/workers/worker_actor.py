@@ -131,8 +131,8 @@ class RolloutWorker:
             function, reward_function, timeout_s=config.rollout_timeout_s
         )
         # Imported now: it takes seconds on a busy machine, which would block the
-        # rollouts in the loop.
-        importlib.import_module("openai")
+        # rollouts in the loop. `openai` alone leaves most of it to the first request.
+        importlib.import_module("openai.resources.chat")
         self._pool = ConnectionPool()
         self._memory_watch.start()
 
