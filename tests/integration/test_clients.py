@@ -15,7 +15,6 @@ from pathlib import Path
 import client_programs
 import pytest
 from scripted_agents import calculating, coding
-from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from token_truth import Reference, StoredTurn, Verdict, stored_turns
 from truth_stack import Stack, real_stack, scripted_stack
@@ -316,6 +315,7 @@ async def test_claude_code_continues_one_conversation(stack: Stack, tmp_path: Pa
 
 
 @NPM
+@pytest.mark.slow
 async def test_opencode_continues_one_conversation(stack: Stack, tmp_path: Path):
     forked = await forks_of_a_coding_agent(
         stack, tmp_path, client_programs.run_opencode, 14
@@ -347,9 +347,10 @@ async def test_codex_does_a_task_with_its_own_shell_tool(stack: Stack, tmp_path:
     await end_session(stack, session, min_turns=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "modes"),
-    first_quick(FORCED_PROGRAMS),
+    FORCED_PROGRAMS,
     ids=[program for program, _ in FORCED_PROGRAMS],
 )
 async def test_a_real_engine_makes_the_calls_that_a_client_forces(

@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from rank_pool import RankPool, Trainer, take_image
-from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
@@ -115,7 +114,8 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
     return {"weights": trainer.weights(), **moments}
 
 
-@pytest.mark.parametrize("beside_training", first_quick([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("beside_training", [False, True])
 async def test_run_resumes_bit_for_bit_from_a_crash_at_any_call_of_a_save(
     pool: RankPool,
     tmp_path: Path,

@@ -255,6 +255,7 @@ async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     await comes_back(fleet, hung)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_streams_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) -> None:
     fleet, _, _ = pair

@@ -205,7 +205,10 @@ async def updates(
 
 
 @pytest.mark.parametrize(
-    "updates", [RETRACT, IN_PLACE], ids=["retract", "in_place"], indirect=True
+    "updates",
+    [RETRACT, pytest.param(IN_PLACE, marks=pytest.mark.slow)],
+    ids=["retract", "in_place"],
+    indirect=True,
 )
 async def test_every_token_of_8_streams_has_its_true_version_over_50_updates(
     updates: Updates,
