@@ -238,7 +238,7 @@ class _TrainedTrajectory:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TrajectorySample:
     summary: RolloutSummary
-    """Of its rollout, with the shaped reward where samples are of a batch."""
+    """Reward of its rollout; the shaped one where the samples are of a batch."""
     trajectory: _TrainedTrajectory
     sample: TrainSample
     versions_T: NDArray[np.int32]

@@ -4,8 +4,8 @@
 SGLang can pause or abort running requests, but not let them finish. In the HTTP process
 every running request holds a lock; `/continue_generation` lets the new ones start.
 
-`POST /pause_and_flush` and `POST /name_weights`: steps of a weight update that take
-SGLang two requests each. Generation is paused meanwhile.
+`POST /pause_and_flush` and `POST /name_weights`: steps of a weight update for which
+SGLang has two requests each. Generation is paused during both.
 
 `GET /loader_reply/NAME`: the reply of the weight loader inside the engine, for a run on
 another machine. The loader (`weights/loader/weight_loader.py`) can reply only with a

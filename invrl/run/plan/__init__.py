@@ -1,4 +1,4 @@
-"""What a run would take: `invrl plan`. Closed forms, and the run itself on a clock that
+"""Estimates of a run for `invrl plan`: closed forms, and the run itself on a clock that
 jumps.
 
 Start with `workload.py`.

@@ -1,4 +1,4 @@
-"""What a run is planned from."""
+"""Lengths, rates and machine from which a run is planned."""
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 

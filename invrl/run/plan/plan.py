@@ -44,9 +44,9 @@ class Estimate:
     admission: Admission
     step_s: float
     age_mean: float
-    """Of the rollouts' oldest and newest tokens."""
+    """Mean over the oldest and the newest token of each rollout."""
     age_p99: float
-    """Of the rollouts' oldest tokens."""
+    """99th percentile over the oldest token of each rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

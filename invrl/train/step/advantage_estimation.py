@@ -47,8 +47,8 @@ def estimate_advantages(
 ) -> BatchWithAdvantages:
     """Estimate advantages; all inputs have one entry per mini-batch. `values` is None
     without a critic: the advantage of a token is then the discounted sum of the rewards
-    from it on, and there are no targets. `old` has log-probs under the old policy, for V-trace and for the KL in
-    the reward. The data-parallel ranks call it together."""
+    from it on, and there are no targets. `old` has log-probs under the old policy, for
+    V-trace and for the KL in the reward. The data-parallel ranks call it together."""
     advantages_by_step: list[list[TokenAdvantages]] = []
     kl = Mean(0.0, 0.0)
     for at, mini_batch in enumerate(shard):
