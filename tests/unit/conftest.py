@@ -1,9 +1,10 @@
 """What unit tests share: a tiny model, its renderer, gateways on a fake engine (one
 alone, one of two workers, and one that ends and starts again), and the process that
-forks loaders of weights."""
+forks loaders of weights. Modules that a test wrote end with it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -21,6 +22,22 @@ from invrl.engines.fleet.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.host.processes.fork_parent import ForkParent
+
+
+@pytest.fixture(autouse=True)
+def user_modules_are_forgotten(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    """A module that a test wrote and imported is not what the next test of the same
+    process finds under its name."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    written = tmp_path_factory.getbasetemp()
+    for name in sys.modules.keys() - modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if isinstance(file, str) and Path(file).is_relative_to(written):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

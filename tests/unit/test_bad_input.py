@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -434,7 +433,6 @@ def test_unusable_rollout_function_is_refused_with_reason_and_fix(
     assert block["value"] == repr(path)
     assert reason in block["reason"]
     assert fix in block["fix"]
-    sys.modules.pop("bad_agent", None)
 
 
 def parquet(columns: dict[str, list[object]]) -> Edit:

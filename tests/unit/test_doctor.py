@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +103,6 @@ def plot(
     }
     fault_plot = Plot(here=tmp_path, flags=flags, patch=monkeypatch)
     yield fault_plot
-    sys.modules.pop("doctors_agent", None)
     for end in fault_plot.clean_up:
         end()
 

@@ -3,7 +3,6 @@ against its definition, a resume, and what a filter's parameters may be."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -267,12 +266,10 @@ looks = Looks()
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "filters_of_mine.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("filters_of_mine", None)
+    return tmp_path
 
 
 @pytest.mark.parametrize(

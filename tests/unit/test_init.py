@@ -4,8 +4,6 @@ user's is overwritten."""
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +20,14 @@ TEMPLATE = Path(__file__).parents[2] / "rollout_fns" / "your_task"
 
 
 @pytest.fixture
-def project(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """A new project, as the working folder. Its agent is imported afresh, and forgotten
-    afterwards."""
+def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new project, as the working folder."""
     monkeypatch.setattr(machine, "lacks_avx512", lambda: False)
     folder = tmp_path / "new" / "my project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    sys.modules.pop("my_agent", None)
-    yield folder
-    sys.modules.pop("my_agent", None)
+    return folder
 
 
 def test_init_writes_the_files_of_the_tutorial(project: Path, model: Path) -> None:
@@ -90,9 +83,7 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     )
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    sys.modules.pop("my_agent", None)
     findings = diagnose(["--config", SETTINGS_FILE], here)
-    sys.modules.pop("my_agent", None)
     warnings = [
         str(finding) for finding in findings if finding.status is Status.WARNING
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,11 +55,8 @@ number = 3
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder as the working directory, not on the Python path; forgotten
-    afterwards."""
-    import sys
-
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder as the working directory, not on the Python path."""
     (tmp_path / "my_agent.py").write_text(GOOD)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
@@ -75,12 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "needs.py").write_text("import a_library_nobody_has\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"my_agent", "my_package"}:
-            del sys.modules[name]
+    return tmp_path
 
 
 @pytest.mark.parametrize(

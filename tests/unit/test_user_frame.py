@@ -107,7 +107,6 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     (tmp_path / "my_agent.py").write_text(AGENT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
     return lambda name: load_rollout_function(f"my_agent:{name}")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ EXAMPLES = [
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source: str) -> Config:
@@ -32,8 +31,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
             paths["reward_function_path"] = "agent_of_sources:reward"
         return resolve(Source(name="test", tables={"rollout": paths}))
 
-    yield write
-    sys.modules.pop("agent_of_sources", None)
+    return write
 
 
 @pytest.mark.parametrize(
