@@ -491,7 +491,7 @@ class RankProcess:
         return sum(
             weight.nbytes
             for exchange in exchanges
-            for weight in exchange._weights.values()
+            for weight in exchange.weights.values()
         )
 
     def largest_moment(self, _: None) -> float:
