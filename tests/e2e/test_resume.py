@@ -1,9 +1,10 @@
-"""A run that is killed and goes on makes, bit for bit, the steps of one that was never
-stopped. Its checkpoints are written beside training."""
+"""A run that is killed and resumes from an earlier checkpoint makes, bit for bit, the
+steps that it made before. Its checkpoints are written beside training."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ EXACT = (
         "--max-staleness",
         "0",
     ),
-    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-steps", "4"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4"),
     *(
         "--save-interval",
         "2",
@@ -36,15 +37,15 @@ EXACT = (
         "cosine",
         "--lr-decay-steps",
         "8",
+        "--checkpoints.background",
     ),
 )
-KILLED_IN = 4
-"""The step that the driver is killed in: step 3 is made and lost, for the checkpoint is
-of step 2."""
+FOURTH = "checkpoints/step-000004"
 
 
-def killed(folder: Path, name: str) -> None:
-    """The run's command, killed (-9) once it has begun step KILLED_IN."""
+def killed(folder: Path, name: str) -> Path:
+    """Return the folder of a run that was killed (-9) in a step after the fourth, whose
+    checkpoint it has."""
     command = [
         sys.executable,
         "-m",
@@ -52,25 +53,30 @@ def killed(folder: Path, name: str) -> None:
         "train",
         *flags(folder, name),
         *EXACT,
-        "--checkpoints.background",
+        *("--num-steps", "100"),
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     driver = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
-    metrics = RunFolder(path=folder / name).metrics_path
+    run = folder / name
     deadline = time.monotonic() + DEADLINE_S / 2
-    while not (metrics.exists() and steps_in(metrics) >= KILLED_IN - 1):
+    while not (run / FOURTH).exists():
         assert driver.poll() is None, "the run ended by itself"
         assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.wait(120)
+    return run
 
 
-def steps_in(metrics: Path) -> int:
-    """Rows of steps that trained: whole ones, for another is being written."""
-    return sum(
-        '"rollout/reward_mean"' in line for line in metrics.read_text().split("\n")[:-1]
-    )
+def taken_back(run: Path, kept: Path) -> None:
+    """Moves what the run made after its checkpoint of step 2 to `kept`."""
+    (kept / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / "rollout_data", kept / "rollout_data")
+    whole_lines, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
+    (kept / "metrics.jsonl").write_text(whole_lines)
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        if checkpoint.name > "step-000002":
+            shutil.move(checkpoint, kept / "checkpoints")
 
 
 def same(row: dict[str, float]) -> dict[str, float]:
@@ -89,20 +95,21 @@ def same(row: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
-    folder: Path,
+def test_the_steps_after_a_resume_are_those_that_were_lost(
+    folder: Path, tmp_path: Path
 ) -> None:
-    whole = train(folder, "whole", *EXACT)
-    killed(folder, "resumed")
-    resumed = train(folder, "resumed", *EXACT, "--checkpoints.background")
-    incarnations = read_incarnations(RunFolder(path=resumed).store_path)
+    run = killed(folder, "resumed")
+    taken_back(run, tmp_path / "first")
+    first = tmp_path / "first"
+    train(folder, "resumed", *EXACT, "--num-steps", "4")
+    incarnations = read_incarnations(RunFolder(path=run).store_path)
     assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [
         (0, 0),
         (1, 2),
     ]
-    assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3, 4]
-    expected = {row["step"]: same(row) for row in steps_of(whole)}
-    for row in steps_of(resumed):
+    assert [row["step"] for row in steps_of(run)] == [1, 2, 3, 4]
+    expected = {row["step"]: same(row) for row in steps_of(first)}
+    for row in steps_of(run):
         found = same(row)
         differ = [
             name
@@ -114,10 +121,9 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
     assert expected[3]["train/lr"] < expected[1]["train/lr"], (
         "the schedule is in the checkpoint"
     )
-    for step in range(1, 5):
+    for step in (3, 4):
         one, other = (
-            load_batch(batch_path(run / "rollout_data", step))
-            for run in (whole, resumed)
+            load_batch(batch_path(made / "rollout_data", step)) for made in (first, run)
         )
         for mine, its in zip(one.samples, other.samples, strict=True):
             assert mine.group_id == its.group_id
@@ -130,5 +136,5 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
                 )
         for mine_T, its_T in zip(one.advantages, other.advantages, strict=True):
             assert mine_T.tobytes() == its_T.tobytes()
-    weights = "checkpoints/step-000004/hugging_face/model.safetensors"
-    assert (whole / weights).read_bytes() == (resumed / weights).read_bytes()
+    weights = f"{FOURTH}/hugging_face/model.safetensors"
+    assert (first / weights).read_bytes() == (run / weights).read_bytes()
