@@ -24,6 +24,7 @@ from invrl.engines.router.router_server import RouterServer
 from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.network.ports import free_port
+from invrl.host.processes.fork_parent import ForkParent
 
 ENV_KEY = "env-0123456789abcdef"
 MODEL_NAME = "scripted"
@@ -111,9 +112,10 @@ async def scripted_stack(
     script: TextScript,
     *,
     token_delay_s: float = 0.0,
+    parent: ForkParent | None = None,
     **changes: object,
 ) -> AsyncIterator[Stack]:
-    """`changes`: of the gateway's settings."""
+    """`parent`: of the gateway's process. `changes`: of its settings."""
     async with contextlib.AsyncExitStack() as stack:
         engine = ScriptedEngine(script, model, token_delay_s=token_delay_s)
         await stack.enter_async_context(engine)
@@ -123,7 +125,9 @@ async def scripted_stack(
         await asyncio.to_thread(router.wait_ready)
         await asyncio.to_thread(router.register, tap.url, api_key="engine-key")
         tokens = {"context_length": 200_000, "vocab_size": engine.vocab_size}
-        async with _gateway(folder, model, router, **{**tokens, **changes}) as settings:
+        async with _gateway(
+            folder, model, router, parent, **{**tokens, **changes}
+        ) as settings:
             yield Stack(settings=settings, tap=tap, engine=engine, model=model)
 
 
@@ -143,7 +147,7 @@ async def real_stack(
         await asyncio.to_thread(router.register, tap.url, api_key=engine.api_key)
         try:
             async with _gateway(
-                folder, model, router, **{**limits, **changes}
+                folder, model, router, fleet.fork_parent, **{**limits, **changes}
             ) as settings:
                 yield Stack(settings=settings, tap=tap, engine=None, model=model)
         finally:
@@ -153,7 +157,11 @@ async def real_stack(
 
 @contextlib.asynccontextmanager
 async def _gateway(
-    folder: Path, model: Path, router: RouterServer, **changes: object
+    folder: Path,
+    model: Path,
+    router: RouterServer,
+    parent: ForkParent | None,
+    **changes: object,
 ) -> AsyncIterator[GatewaySettings]:
     values = {
         "run_id": "truth",
@@ -172,7 +180,10 @@ async def _gateway(
     }
     settings = GatewaySettings.model_validate(values)
     server = GatewayServer(
-        settings, folder=folder / "private", log=folder / "gateway.log"
+        settings,
+        folder=folder / "private",
+        log=folder / "gateway.log",
+        parent=parent,
     )
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)

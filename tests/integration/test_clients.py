@@ -20,6 +20,7 @@ from token_truth import Reference, StoredTurn, Verdict, stored_turns
 from truth_stack import Stack, real_stack, scripted_stack
 
 from invrl.engines.fleet.fleet import Fleet
+from invrl.host.processes.fork_parent import ForkParent
 
 pytestmark = pytest.mark.timeout(1800)  # of which installing the clients may take most
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
@@ -48,7 +49,9 @@ NPM = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def stack(
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("clients")
     model = make_tiny_model(folder / "model", max_positions=200_000)
 
@@ -56,7 +59,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         return coding(prompt) if "Work in /" in prompt else calculating(prompt)
 
     async with scripted_stack(
-        folder, model, script, context_length=1_000_000
+        folder, model, script, parent=engine_parent, context_length=1_000_000
     ) as running:
         yield running
 

@@ -68,9 +68,14 @@ def settings(tiny_fleet: Fleet, tiny_model: Path, folder: Path) -> GatewaySettin
 
 
 @pytest.fixture(scope="module")
-def gateway(settings: GatewaySettings, folder: Path) -> Iterator[GatewayServer]:
+def gateway(
+    tiny_fleet: Fleet, settings: GatewaySettings, folder: Path
+) -> Iterator[GatewayServer]:
     server = GatewayServer(
-        settings, folder=folder / "private", log=folder / "gateway.log"
+        settings,
+        folder=folder / "private",
+        log=folder / "gateway.log",
+        parent=tiny_fleet.fork_parent,
     )
     try:
         server.wait_ready(deadline_s=120)
@@ -340,7 +345,12 @@ async def test_full_gateway_answers_429_and_a_dead_fleet_503(
         router_url="http://127.0.0.1:9",
         session={"max_open": 1},
     )
-    server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
+    server = GatewayServer(
+        settings,
+        folder=tmp_path,
+        log=tmp_path / "gateway.log",
+        parent=tiny_fleet.fork_parent,
+    )
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         headers = {"authorization": f"Bearer {ENV_KEY}"}
@@ -370,7 +380,12 @@ async def test_waiting_lease_gets_no_task_when_the_gateway_ends(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
 ):
     settings = settings_for(tiny_fleet, tiny_model, tmp_path, leases=True)
-    server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
+    server = GatewayServer(
+        settings,
+        folder=tmp_path,
+        log=tmp_path / "gateway.log",
+        parent=tiny_fleet.fork_parent,
+    )
     ended: asyncio.Task[None] | None = None
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)

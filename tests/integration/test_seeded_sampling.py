@@ -98,7 +98,10 @@ async def serve(
         await fleet.admit()
         settings = settings_for(fleet, model, folder, sampling_seed=run_seed)
         gateway = GatewayServer(
-            settings, folder=folder / "private", log=folder / "gateway.log"
+            settings,
+            folder=folder / "private",
+            log=folder / "gateway.log",
+            parent=parent,
         )
         try:
             await asyncio.to_thread(gateway.wait_ready, deadline_s=120)

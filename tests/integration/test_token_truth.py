@@ -20,6 +20,7 @@ from truth_load import Load, chatter, thoughtful
 from truth_stack import real_stack, scripted_stack
 
 from invrl.engines.fleet.fleet import Fleet
+from invrl.host.processes.fork_parent import ForkParent
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,10 +36,14 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
+async def recorded(
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Recorded]:
     folder = tmp_path_factory.mktemp("truth")
     model = make_tiny_model(folder / "model", max_positions=32768)
-    async with scripted_stack(folder, model, chatter, token_delay_s=0.001) as stack:
+    async with scripted_stack(
+        folder, model, chatter, token_delay_s=0.001, parent=engine_parent
+    ) as stack:
         load = Load(stack=stack, turns=300, tools=True)
         await load.run()
         verdict = await stack.verdict(load.sent)
@@ -191,14 +196,18 @@ def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
 
 
 @pytest.fixture(scope="module")
-async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
+async def thinking(
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Recorded]:
     """Qwen3's own tokenizer and template, which takes earlier thinking out of the
     history."""
     folder = tmp_path_factory.mktemp("thinking")
     model = folder / "model"
     shutil.copytree(model_folder("qwen3"), model)
     (model / "config.json").write_text(json.dumps({"vocab_size": 151_936}))
-    async with scripted_stack(folder, model, thoughtful, token_delay_s=0.001) as stack:
+    async with scripted_stack(
+        folder, model, thoughtful, token_delay_s=0.001, parent=engine_parent
+    ) as stack:
         load = Load(stack=stack, turns=300, tools=True, thinking=True)
         await load.run()
         verdict = await stack.verdict(load.sent, unthinking=load.unthinking)

@@ -191,7 +191,6 @@ def test_driver_uses_the_parent_that_its_supervisor_has_started(
     early = EarlyParent(MODULE, log=tmp_path / "parent.log")
     # as in a driver, to which the descriptor is passed
     inherited = os.dup(early.descriptor)
-    early.opened_in_child()
     (name,) = early.environment
     monkeypatch.setenv(name, f"{MODULE}={inherited}")
     fork_parent.hold()
@@ -204,4 +203,6 @@ def test_driver_uses_the_parent_that_its_supervisor_has_started(
     assert psutil.Process(server.pid).ppid() == early._process.pid
     server.stop()
     parent.stop()
-    eventually(lambda: not early._process.alive())
+    assert early.alive(), "it forks for the next driver"
+    early.stop()
+    assert not early.alive()

@@ -3,6 +3,11 @@ around it."""
 
 from __future__ import annotations
 
+import base64
+import subprocess
+import sys
+
+import msgspec
 import pytest
 import torch
 from loader_engines import LAYOUT, LoaderEngine, receiver_of
@@ -12,6 +17,7 @@ from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import WeightVersion
 from invrl.weights.loader import weight_loader
+from invrl.weights.loader.loader_messages import LoaderRequest
 from invrl.weights.transports.arena import ArenaWriter
 
 
@@ -127,3 +133,25 @@ class TestAnAlias:
         assert dict(await receiver.checksums(first)) == dict(first.checksums)
         assert engine.loads == [True, False, True]
         assert engine.parameters["model.norm.weight"].unique().tolist() == [1.0]
+
+
+PAYLOAD = """
+import sys
+from invrl.engines.client import weight_receiver
+from invrl.weights.loader.loader_messages import LoaderRequest
+print(weight_receiver._payload(LoaderRequest(reply_path="ünicode", tensors=())))
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_request_is_pickled_without_torch_as_sglang_unpickles_it() -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    made = subprocess.run(
+        [sys.executable, "-c", PAYLOAD], check=True, capture_output=True, text=True
+    )
+    [(name, tensor)] = MultiprocessingSerializer.deserialize(
+        base64.b64decode(made.stdout)
+    )
+    assert msgspec.json.decode(name, type=LoaderRequest).reply_path == "ünicode"
+    assert (tensor.shape, tensor.dtype) == ((0,), torch.float32)

@@ -114,6 +114,9 @@ class Fleet:
             parent=parent,
         )
         self.limits = self._launcher.limits
+        self.fork_parent = self._launcher.parent
+        """The process that has imported SGLang and forks the engines; None if they are
+        not forked."""
         self.engines: dict[str, Engine] = {}
         self._restarts = EngineRestarts(
             engine.max_restarts, external=self._launcher.external_urls

@@ -80,10 +80,11 @@ class EngineLauncher:
         )
         self.own_parent: ForkParent | None = None
         """The process that forks the engines, if it is to end together with them."""
-        self._parent = self._find_parent(parent)
+        self.parent = self._find_parent(parent)
+        """The process that forks the engines; None if they cannot be forked."""
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
-        """Return the process that forks the engines; None if they cannot be forked
+        """Return the process that forks the engines, or None: on a GPU
         (`host/processes/fork_parent.py`), or if spans are sent, whose exporter is
         chosen before SGLang is imported."""
         if not self._config.num_engines or count_gpus() or FLAG in self.sglang_flags:
@@ -123,7 +124,7 @@ class EngineLauncher:
                 passthrough=self.sglang_flags,
                 api_key=api_key,
                 log=self._log,
-                parent=self._parent,
+                parent=self.parent,
             )
         client = SglangClient(
             server.url,

@@ -106,10 +106,14 @@ def descendants() -> list[Descendant]:
 
 
 def end_descendants(
-    *, terminate: bool, grace_s: float, kill_within_s: float = math.inf
+    *,
+    terminate: bool,
+    grace_s: float,
+    kill_within_s: float = math.inf,
+    except_pid: int | None = None,
 ) -> list[Descendant]:
-    """End every process below this one; call `adopt_orphans` first, or some are not
-    found.
+    """End every process below this one, except one; call `adopt_orphans` first, or some
+    are not found.
 
     The processes have `grace_s` to end by themselves, after SIGTERM if `terminate`.
     Then they get SIGKILL. A killed process's children become ours, so the search
@@ -121,7 +125,7 @@ def end_descendants(
     terminated: set[Descendant] = set()
     while True:
         collect_ended_children()
-        remaining = descendants()
+        remaining = [below for below in descendants() if below.pid != except_pid]
         now = time.monotonic()
         if not remaining or now > give_up_at:
             return remaining

@@ -1,9 +1,11 @@
-"""A process that has imported a module and forks servers of it: imports take two thirds
-of an engine's start on a CPU, and nearly all of a gateway's.
+"""A process that has imported a module and forks servers: imports take two thirds of an
+engine's start on a CPU, and nearly all of a gateway's.
 
 `ForkParent` is its handle in other processes; this file as a program is the process
 itself. The module has two functions: `prepare()` imports what its servers need, and
-`main(arguments)` runs one server, as `python -m MODULE ARGUMENTS` would.
+`main(arguments)` runs one server, as `python -m MODULE ARGUMENTS` would. A server of
+another module that needs the same imports can be forked too: its module is imported in
+the fork.
 
 Invariants. A forked process dies with the process that asked for it
 (`forked_process.py`), not with its parent, which only forks. A parent that died is
@@ -24,6 +26,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +46,7 @@ _MOST_DESCRIPTORS = 200
 class _Start:
     """Arguments for starting a process."""
 
+    module: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
     folder: str
@@ -67,18 +71,27 @@ def hold() -> None:
 
 
 class EarlyParent:
-    """A process that begins to import while its driver is still starting."""
+    """A process that begins to import while its driver is still starting, and forks for
+    the drivers after it too."""
 
     def __init__(self, module: str, *, log: Path) -> None:
         self._process, self._requests = _start(module, log)
         self.descriptor = self._requests.fileno()
-        """The driver inherits it, and the `environment`."""
+        """A driver inherits it, and the `environment`."""
         self.environment = {_VARIABLE: f"{module}={self.descriptor}"}
 
-    def opened_in_child(self) -> None:
-        """Close our copy of the descriptor after the driver has its own: the process
-        ends when the driver's copy closes."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.alive()
+
+    def stop(self) -> None:
+        """End the process and its forks. Idempotent."""
         self._requests.close()
+        if self.alive():
+            self._process.stop()
 
 
 class ForkParent:
@@ -90,6 +103,8 @@ class ForkParent:
         path."""
         self._module = module
         self._log = log
+        self._lock = threading.Lock()
+        """Held while the process is replaced."""
         self._process: ServerProcess | None = None
         """None for the supervisor's process."""
         descriptor = _held.pop(module, None)
@@ -101,6 +116,7 @@ class ForkParent:
     def fork(
         self,
         name: str,
+        module: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
         log: int,
@@ -109,10 +125,11 @@ class ForkParent:
         """Fork a process, and return immediately. `name`: for errors. `log`: an open
         file for the output; `keep`: open files that the process inherits under the same
         numbers. It gets copies of all of them."""
-        if _has_hung_up(self._requests):
-            self.stop()
-            self._process, self._requests = _start(self._module, self._log)
-        start = _Start(arguments, environment, os.getcwd(), keep)
+        with self._lock:
+            if _has_hung_up(self._requests):
+                self.stop()
+                self._process, self._requests = _start(self._module, self._log)
+        start = _Start(module, arguments, environment, os.getcwd(), keep)
         reports, theirs = socket.socketpair()
         lifeline, ours = os.pipe()
         try:
@@ -132,8 +149,8 @@ class ForkParent:
         return f"{_name(self._module)} ended. Last lines of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
-        """End the process and its forks. The supervisor's process ends by itself.
-        Idempotent."""
+        """End the process and its forks. The supervisor's process stays for the next
+        driver. Idempotent."""
         self._requests.close()
         if self._process is not None:
             self._process.stop()
@@ -275,12 +292,12 @@ def _die_with_writer(lifeline: int) -> None:
         os._exit(1)
 
 
-def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) -> None:
-    """Set a fork's environment. `prepared`: variables that the module has set for its
-    servers."""
+def _set_environment(start: _Start, prepared: Mapping[str, str]) -> None:
+    """Set a fork's environment. `prepared`: variables that the parent's module has set
+    for its servers."""
     import setproctitle
 
-    command = [sys.executable, "-m", module, *start.arguments]
+    command = [sys.executable, "-m", start.module, *start.arguments]
     # before the environment changes, whose memory it uses
     setproctitle.setproctitle(" ".join(command))
     os.environ.clear()
@@ -301,7 +318,8 @@ def main(module: str, descriptor: int) -> None:
     }
     start = _Forks(socket.socket(fileno=descriptor)).next_start()
     if start is not None:
-        _set_environment(module, start, prepared)
+        _set_environment(start, prepared)
+        program = importlib.import_module(start.module)
         program.main(start.arguments)
 
 

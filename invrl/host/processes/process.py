@@ -142,8 +142,8 @@ class ServerProcess:
     """A server with its log file. Its process starts when the object is made.
 
     `keep` holds open file descriptors of ours that the server inherits. A `parent`
-    (`fork_parent.py`), which has imported the module that `command` runs, forks the
-    process.
+    (`fork_parent.py`), which has imported what the module needs that `command` runs,
+    forks the process.
     """
 
     grace_s = 5.0
@@ -179,9 +179,9 @@ class ServerProcess:
                     process_group=0,
                 )
             else:
-                arguments = command[len(PYTHON_MODULE) + 1 :]
+                module, *arguments = command[len(PYTHON_MODULE) :]
                 self._process = parent.fork(
-                    name, arguments, variables, log_file.fileno(), keep
+                    name, module, arguments, variables, log_file.fileno(), keep
                 )
 
     @property

@@ -152,7 +152,10 @@ async def start_serving(
                 env_key=env_key,
             )
             gateway = GatewayServer(
-                settings, folder=folder.path / "private", log=folder.log_path("gateway")
+                settings,
+                folder=folder.path / "private",
+                log=folder.log_path("gateway"),
+                parent=fleet.fork_parent,
             )
         stack.callback(gateway.stop)
         stack.push_async_callback(gateway.wait_end_grace)

@@ -140,8 +140,9 @@ def _supervise(
 
 
 class Supervisor:
-    """Supervisor of one run. `command` is the driver's. `forks_engines`: each driver
-    finds a process that imports SGLang meanwhile."""
+    """Supervisor of one run. `command` is the driver's. `forks_engines`: a process
+    imports SGLang while the first driver starts, and forks the engines of all
+    drivers."""
 
     def __init__(
         self,
@@ -158,6 +159,9 @@ class Supervisor:
         self._checkpoints = Checkpoints(folder.checkpoints_path)
         self._command = list(command)
         self._forks_engines = forks_engines
+        self._parent: EarlyParent | None = None
+        """The process that forks the engines; None before the first driver, or if they
+        are not forked."""
         self._interrupted = False
         self._stray_signals: list[int] = []
         """Signals that the kernel gave to another thread of this process, for
@@ -170,53 +174,57 @@ class Supervisor:
         remove_abandoned()
         with self._signals_blocked():
             adopt_orphans()
-            restarts = 0
-            while True:
-                if self._is_interrupted():
-                    return INTERRUPT_EXIT
-                step_before = self._newest_step()
-                end = self._run_incarnation()
-                step_after = self._newest_step()
+            try:
+                return self._run_incarnations()
+            finally:
+                self._stop_parent()
 
-                if end.code in (0, USAGE_EXIT, INTERRUPT_EXIT):
-                    return end.code
-                if end.blocking_call:
-                    _print_error(
-                        f"interrupted during {end.blocking_call}, which does not react to signals: "
-                        "the driver was killed"
-                    )
-                    return INTERRUPT_EXIT
-                if (
-                    self._interrupted and -end.code in _INTERRUPTS
-                ):  # before the driver had its handlers
-                    return INTERRUPT_EXIT
+    def _run_incarnations(self) -> int:
+        restarts = 0
+        while True:
+            if self._is_interrupted():
+                return INTERRUPT_EXIT
+            step_before = self._newest_step()
+            end = self._run_incarnation()
+            step_after = self._newest_step()
 
-                cause = end.cause()
-                if cause:
-                    log = self._folder.log_path("driver")
-                    _print_error(f"the run failed: {cause}\n  log: {log}")
-                full = self._full_disk()
-                if full:
-                    _print_error(full)
-                if step_after != step_before:
-                    restarts = 0
-                if not full or not self._max_restarts:
-                    restarts += 1
-                if (
-                    self._interrupted
-                    or end.has_note(NoteKind.FINAL)
-                    or restarts > self._max_restarts
-                ):
-                    return FAILURE_EXIT
-                if full:
-                    self._wait_for_space()
-                    continue
-                self._wait_for_interrupt(
-                    min(2.0 ** (restarts - 1) - 1, _LONGEST_PAUSE_S)
-                )
+            if end.code in (0, USAGE_EXIT, INTERRUPT_EXIT):
+                return end.code
+            if end.blocking_call:
                 _print_error(
-                    f"resuming from step {step_after} (restart {restarts} of {self._max_restarts})"
+                    f"interrupted during {end.blocking_call}, which does not react to signals: "
+                    "the driver was killed"
                 )
+                return INTERRUPT_EXIT
+            if (
+                self._interrupted and -end.code in _INTERRUPTS
+            ):  # before the driver had its handlers
+                return INTERRUPT_EXIT
+
+            cause = end.cause()
+            if cause:
+                log = self._folder.log_path("driver")
+                _print_error(f"the run failed: {cause}\n  log: {log}")
+            full = self._full_disk()
+            if full:
+                _print_error(full)
+            if step_after != step_before:
+                restarts = 0
+            if not full or not self._max_restarts:
+                restarts += 1
+            if (
+                self._interrupted
+                or end.has_note(NoteKind.FINAL)
+                or restarts > self._max_restarts
+            ):
+                return FAILURE_EXIT
+            if full:
+                self._wait_for_space()
+                continue
+            self._wait_for_interrupt(min(2.0 ** (restarts - 1) - 1, _LONGEST_PAUSE_S))
+            _print_error(
+                f"resuming from step {step_after} (restart {restarts} of {self._max_restarts})"
+            )
 
     @contextlib.contextmanager
     def _signals_blocked(self) -> Iterator[None]:
@@ -289,16 +297,12 @@ class Supervisor:
         """Start a driver, wait for its end, and end every process that it left
         behind."""
         listener = Listener()
-        parent = None
-        if self._forks_engines:  # imports SGLang while the driver starts
-            parent = EarlyParent(
-                ENGINE_MODULE, log=self._folder.path / "logs" / "engine-parent.log"
-            )
+        parent = self._living_parent()
         driver = _start_driver(self._command, listener, parent)
         try:
             end = self._watch_driver(driver, listener)
         finally:
-            _end_descendants()
+            _end_descendants(except_pid=parent.pid if parent is not None else None)
             listener.close()
         for note in end.notes:
             if note.kind is NoteKind.FOLDER:
@@ -307,6 +311,19 @@ class Supervisor:
         if end.code != 0:
             _restore_terminal(was_killed=not end.has_note(NoteKind.ENDING))
         return end
+
+    def _living_parent(self) -> EarlyParent | None:
+        """Return the process that forks the engines, which imports SGLang while the
+        first driver starts. It is started again if it has died."""
+        if self._forks_engines and (self._parent is None or not self._parent.alive()):
+            self._stop_parent()
+            log_file = self._folder.path / "logs" / "engine-parent.log"
+            self._parent = EarlyParent(ENGINE_MODULE, log=log_file)
+        return self._parent
+
+    def _stop_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.stop()
 
     def _watch_driver(
         self, driver: subprocess.Popen[bytes], listener: Listener
@@ -436,15 +453,16 @@ def _start_driver(
         preexec_fn=prepare_child,
     )
     listener.opened_in_child()
-    if parent is not None:
-        parent.opened_in_child()
     return driver
 
 
-def _end_descendants() -> None:
+def _end_descendants(*, except_pid: int | None = None) -> None:
     """Wait for the processes that end by themselves, then kill the others."""
     remaining = end_descendants(
-        terminate=False, grace_s=_GRACE_S, kill_within_s=_KILL_TIMEOUT_S
+        terminate=False,
+        grace_s=_GRACE_S,
+        kill_within_s=_KILL_TIMEOUT_S,
+        except_pid=except_pid,
     )
     if remaining:
         names = ", ".join(f"{process.pid} ({process.name()})" for process in remaining)

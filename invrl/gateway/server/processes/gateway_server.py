@@ -49,7 +49,16 @@ class GatewayServer:
 
     module = "invrl.gateway.server.processes.gateway_server"
 
-    def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        folder: Path,
+        log: Path,
+        parent: ForkParent | None = None,
+    ) -> None:
+        """Starts it. `parent`: a process that has imported SGLang, whose parsers the
+        gateway uses, and is its owner's to stop; None for one of its own."""
         workers = settings.workers
         self._settings = settings
         self._log_file = log
@@ -71,7 +80,10 @@ class GatewayServer:
         self._end_grace_until = 0.0
         """Monotonic seconds until which environments are informed that the run has
         ended. 0 before `end_run`."""
-        self._parent = ForkParent(self.module, log=log)
+        self._own_parent: ForkParent | None = None
+        if parent is None:
+            self._own_parent = parent = ForkParent(self.module, log=log)
+        self._parent = parent
         self.process = self._start()
 
     @property
@@ -137,7 +149,8 @@ class GatewayServer:
 
     def stop(self) -> None:
         self.process.stop()
-        self._parent.stop()
+        if self._own_parent is not None:
+            self._own_parent.stop()
         for listener in self._sockets:
             listener.close()
         os.close(self._heartbeat_file)
@@ -218,7 +231,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def prepare() -> None:
-    """Import what the supervisor and its workers need."""
+    """Import what the supervisor and its workers need, in the process that forks
+    them."""
+    from sglang.srt.function_call import function_call_parser  # noqa: F401
+    from sglang.srt.parser import reasoning_parser  # noqa: F401
+
     from invrl.gateway.server.processes import supervisor  # noqa: F401
 
 
