@@ -92,7 +92,7 @@ class _Bench:
             taken,
             [self._store.rollout(id) for id in ids],
             advantage,
-            algorithm.advantage_eps,
+            algorithm.advantage_std.eps,
         )
         return {"gateway_router": gateway, "fleet": fleet}, batch
 

@@ -19,10 +19,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from invrl.algorithms.presets import PRESETS
-from invrl.run.settings.config import SECTIONS, TABLES, setting_name
+from invrl.cli.flags import SETTING_FLAGS
+from invrl.run.settings.config import SECTIONS, TABLES
 from invrl.types.section import Section, present_type, section_fields, section_tables
 
 ROOT = Path(__file__).parents[2]
+FLAGS = {(setting.table, setting.key): setting.flag for setting in SETTING_FLAGS}
 FILES_INTRODUCTION = """\
 # Files
 
@@ -114,7 +116,7 @@ def section_table(table: str, section: type[Section]) -> str:
             continue
         cells = [
             f"`{name}`",
-            f"`--{setting_name(table, name).replace('_', '-')}`",
+            f"`{FLAGS[table, name]}`",
             escaped(type_name(field)),
             default_text(field.default),
             escaped(field.description or ""),

@@ -88,6 +88,21 @@ class RejectionConfig(Section):
     )
 
 
+class AdvantageStdConfig(Section):
+    """The standard deviation that advantages are divided by."""
+
+    eps: PositiveFloat = Field(
+        1e-4, description="added to the deviation (grpo, pass_at_k)"
+    )
+    floor: NonNegativeFloat = Field(
+        0.0, description="smallest deviation (grpo, pass_at_k, whitening)"
+    )
+    estimator: Deviation = Field(
+        "sample",
+        description="of a group's rewards (grpo): squares divided by G - 1, or by G (population)",
+    )
+
+
 class OverlongConfig(Section):
     """A penalty that grows over the last tokens of a rollout (DAPO)."""
 
@@ -349,13 +364,11 @@ class AlgorithmConfig(Section):
     teacher: TeacherConfig | None = Field(
         None, description="a teacher; the objective is then distillation"
     )
-    dpo: DpoConfig | None = Field(None, description="settings of the objective dpo")
-    ipo: IpoConfig | None = Field(None, description="settings of the objective ipo")
-    simpo: SimpoConfig | None = Field(
-        None, description="settings of the objective simpo"
-    )
-    orpo: OrpoConfig | None = Field(None, description="settings of the objective orpo")
-    kto: KtoConfig | None = Field(None, description="settings of the objective kto")
+    dpo: DpoConfig | None = None
+    ipo: IpoConfig | None = None
+    simpo: SimpoConfig | None = None
+    orpo: OrpoConfig | None = None
+    kto: KtoConfig | None = None
     algorithm_preset: PresetName | None = Field(
         None,
         description="a preset of these fields by name; a field that is given takes precedence",
@@ -366,18 +379,7 @@ class AlgorithmConfig(Section):
         "(less the batch's mean), 'reinforce_pp', 'reinforce_pp_baseline', 'gae' (PPO with a critic), or "
         "module:name of an AdvantageFn",
     )
-    advantage_eps: PositiveFloat = Field(
-        1e-4,
-        description="added to the deviation that the advantage is divided by (grpo, pass_at_k)",
-    )
-    reward_deviation: Deviation = Field(
-        "sample",
-        description="the group's reward deviation (grpo): divided by G - 1, or by G (population)",
-    )
-    advantage_std_floor: NonNegativeFloat = Field(
-        0.0,
-        description="smallest deviation that an advantage is divided by (grpo, pass_at_k, whitening)",
-    )
+    advantage_std: AdvantageStdConfig = AdvantageStdConfig.model_validate({})
     pass_at_k: PositiveInt = Field(
         DEFAULT_PASS_AT_K,
         description="rollouts of which the best one counts (advantage pass_at_k)",
@@ -411,9 +413,7 @@ class AlgorithmConfig(Section):
         "train",
         description="as failed_rollouts, for rollouts in which a turn ran out of tokens (DAPO: baseline)",
     )
-    critic: CriticConfig | None = Field(
-        None, description="a critic with these defaults; the advantage is then gae"
-    )
+    critic: CriticConfig | None = None
     reward_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
         description="columns of tokens that are added to the rewards of tokens (gae)",
@@ -440,18 +440,10 @@ class AlgorithmConfig(Section):
         3.0,
         description="bound of the ratio where the advantage is negative (clip)",
     )
-    sapo: SapoConfig | None = Field(
-        None, description="settings of the policy loss sapo"
-    )
-    rejection_gate: RejectionGateConfig | None = Field(
-        None, description="settings of the policy loss rejection_gate"
-    )
-    dppo: DppoConfig | None = Field(
-        None, description="settings of the policy loss dppo_tv and its like"
-    )
-    vespo: VespoConfig | None = Field(
-        None, description="settings of the policy loss vespo"
-    )
+    sapo: SapoConfig | None = None
+    rejection_gate: RejectionGateConfig | None = None
+    dppo: DppoConfig | None = None
+    vespo: VespoConfig | None = None
     correction: Literal[
         "none", "truncated", "sequence_truncated", "geometric_truncated"
     ] = Field(

@@ -176,9 +176,7 @@ class BufferConfig(Section):
         "nonzero_variance",
         description="nonzero_variance, medium_difficulty, 'none', or your own filter as module:name",
     )
-    difficulty: DifficultyConfig | None = Field(
-        None, description="only groups of tasks of medium difficulty are kept"
-    )
+    difficulty: DifficultyConfig | None = None
     turn_rewards: TurnRewardsConfig = TurnRewardsConfig.model_validate({})
     failures: FailuresConfig = FailuresConfig.model_validate({})
     success_reward: float = Field(

@@ -1,14 +1,15 @@
 """The command line as a source of configuration: one flag per setting.
 
 What most runs set needs no prefix: `lr` of [train] is `--lr`. Any other setting has the
-table's name before it: `--kl.coefficient`. It turns an optional table on; `--critic`
-does so with the defaults, and `--no-critic` turns it off. A boolean is `--x` or
-`--no-x`, and `--no-x` is the absence of any other optional setting. Options of other
-packages pass through as `--sglang-*`, `--router-*` and `--megatron-*`, settings of user
-code as `--plugin.NAME.SETTING`. `flag_help.py` prints them."""
+table's name before it: `--kl.coefficient`. It turns an optional table on; `--gate`
+does so with the defaults, and `--no-gate` turns it off. A table that a choice reads has
+no such flag: `--advantage gae` turns [critic] on. A boolean is `--x` or `--no-x`, and
+`--no-x` is the absence of any other optional setting. Options of other packages pass
+through as `--sglang-*`, `--router-*` and `--megatron-*`, settings of user code as
+`--plugin.NAME.SETTING`. `flag_help.py` prints them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_origin
 
@@ -20,6 +21,7 @@ from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.settings.config import (
+    CHOICES,
     SECTIONS,
     TABLES,
     UPSTREAM,
@@ -99,7 +101,11 @@ def _setting_flags() -> Iterator[SettingFlag]:
                 )
     for table, (section, model) in TABLES.items():
         table_field = SECTIONS[section].model_fields[table]
-        if is_optional(table_field) and "kind" not in model.model_fields:
+        if (
+            is_optional(table_field)
+            and "kind" not in model.model_fields
+            and table not in CHOICES
+        ):
             yield SettingFlag(
                 table=table,
                 key="",
@@ -244,7 +250,9 @@ class _FlagParser:
             for name, setting in _BY_FLAG.items()
             if self._used.uses(setting.table, setting.key)
         ]
-        fix = nearest_setting(flag, [*names, CONFIG_FLAG], on_file=self._trains_on_file)
+        fix = _choice_fix(flag, names) or nearest_setting(
+            flag, [*names, CONFIG_FLAG], on_file=self._trains_on_file
+        )
         if not flag.startswith("--"):
             return ConfigError("command line", flag, "no flag takes this", fix)
         if value is None and self.rest and not self.rest[0].startswith("--"):
@@ -262,6 +270,22 @@ class _FlagParser:
         ):
             return True
         return any("data_path" in file.tables.get("data", {}) for file in self.files)
+
+
+def _choice_fix(flag: str, known_flags: Collection[str]) -> str:
+    """Return the fix for the name of a table that a choice reads, `--critic` or
+    `--no-critic`; "" for any other flag, or if the choice is none of the known ones."""
+    name = flag.removeprefix("--").replace("-", "_")
+    choice = CHOICES.get(name.removeprefix("no_"))
+    if choice is None:
+        return ""
+    setting = "--" + choice.setting.replace("_", "-")
+    if setting not in known_flags:
+        return ""
+    values = " or ".join(choice.values)
+    if name.startswith("no_"):
+        return f"write {setting} with a value other than {values}"
+    return f"write {setting} {values}"
 
 
 def _option_package(flag: str) -> str | None:

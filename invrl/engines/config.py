@@ -10,7 +10,7 @@ from invrl.types.section import COMMA_SEPARATED, Section, Text
 class EngineConfig(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
-    plain_flags = ("num_engines", "external_engines", "router", "seeded_sampling")
+    plain_flags = ("num_engines", "external_engines", "router")
     num_engines: NonNegativeInt = Field(
         1,
         description="SGLang servers that the run starts (0: only with external_engines)",

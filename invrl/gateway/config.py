@@ -108,7 +108,6 @@ class GatewayConfig(Section):
 
     plain_flags = (
         "chat_template_path",
-        "special_tokens_in_content",
         "tool_call_parser",
         "reasoning_parser",
         "keep_thinking",

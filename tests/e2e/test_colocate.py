@@ -14,7 +14,7 @@ from e2e.runs import DEADLINE_S, steps_of, train
 pytestmark = pytest.mark.slow
 
 EXACT = (
-    *("--seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
+    *("--engine.seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
     *(
         "--sglang-max-running-requests",
         "1",

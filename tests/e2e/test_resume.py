@@ -20,7 +20,7 @@ from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder
 
 EXACT = (
-    *("--seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
+    *("--engine.seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
     *(
         "--sglang-max-running-requests",
         "1",

@@ -249,12 +249,14 @@ from invrl.host.ray.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil, ray
+from invrl.run.processes import ray_session
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.errors import ServerError
 from invrl.store.run_folder import RunFolder
 
 os.getloadavg = lambda: (0.0, 0.0, 0.0)
+ray_session._MAX_STARTS = 2
 services = ray._private.services
 answer = services.get_node
 late = int(sys.argv[2])
@@ -288,9 +290,7 @@ def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(
     tmp_path: Path, late: int
 ) -> None:
     """As on a busy machine: the raylet runs, and is not heard of in time."""
-    tables = {
-        "run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}
-    }
+    tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     environment = {
         name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"

@@ -23,7 +23,7 @@ from invrl.algorithms.advantages.advantages import (
     rewards_differ,
     rloo,
 )
-from invrl.algorithms.config import AlgorithmConfig, Deviation
+from invrl.algorithms.config import AdvantageStdConfig, AlgorithmConfig, Deviation
 from invrl.errors import PluginError
 
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=33)
@@ -223,15 +223,14 @@ def test_floor_bounds_the_deviation_of_group_advantages() -> None:
     """The deviation of [0, 0.01] is 0.00707: with a floor of 0.5 it does not blow the
     difference up."""
     rewards_G = np.array([0.0, 0.01])
-    config = AlgorithmConfig(advantage_std_floor=0.5, advantage_eps=1e-9)
+    std = AdvantageStdConfig(floor=0.5, eps=1e-9)
+    config = AlgorithmConfig(advantage_std=std)
     with_floor = configured_advantage(config)
     assert_close(with_floor(rewards_G, eps=1e-9), [-0.01, 0.01], relative=1e-6)
     far_apart_G = with_floor(rewards_G * 1000, eps=1e-9)
     half_root = math.sqrt(0.5)
     assert_close(far_apart_G, [-half_root, half_root], relative=1e-6)
-    best_of_1 = AlgorithmConfig(
-        advantage="pass_at_k", pass_at_k=1, advantage_std_floor=0.5
-    )
+    best_of_1 = AlgorithmConfig(advantage="pass_at_k", pass_at_k=1, advantage_std=std)
     best_of_1_G = configured_advantage(best_of_1)(rewards_G, eps=1e-9)
     assert_close(best_of_1_G, [-0.01, 0.01], relative=1e-6)
 

@@ -235,8 +235,8 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
                 ("dual-clip", "2", "algorithm.dual_clip"),
                 ("correction-cap", "3", "algorithm.correction_cap"),
                 ("kl.coefficient", "3", "algorithm.kl"),
-                ("advantage-eps", "0.1", "algorithm.advantage_eps"),
-                ("reward-deviation", "population", "algorithm.reward_deviation"),
+                ("advantage-std.eps", "0.1", "advantage_std.eps"),
+                ("advantage-std.estimator", "population", "advantage_std.estimator"),
                 ("aggregation-constant", "3", "algorithm.aggregation_constant"),
                 ("entropy.coefficient", "0.1", "algorithm.entropy"),
             )

@@ -205,6 +205,7 @@ def test_settings_reference_lists_every_setting(site: Path) -> None:
     for setting in SETTING_FLAGS:
         if setting.key:
             assert f"<code>{setting.key}</code>" in page, setting.name
+            assert f"<code>{setting.flag}</code>" in page, setting.name
 
 
 def test_first_paragraph_of_every_settings_section_is_sentences() -> None:

@@ -155,7 +155,7 @@ def test_sampling_key_of_an_external_engine_changes_with_each_start(
         ("shared_experts_fusion", True, "invrl engine"),
         ("overlap_schedule", True, "--weights.inflight in_place"),
         ("routed_experts", False, "--routing-replay engine"),
-        ("seeded_sampling", True, "--seeded-sampling"),
+        ("seeded_sampling", True, "--engine.seeded-sampling"),
     ],
 )
 def test_external_engine_with_different_traits_is_refused(

@@ -209,8 +209,8 @@ def from_flags(*flags: str) -> Config:
                 "leave",
             )
             for flag, field in (
-                ("advantage-eps 0.1", "advantage_eps"),
-                ("reward-deviation population", "reward_deviation"),
+                ("advantage-std.eps 0.1", "eps"),
+                ("advantage-std.estimator population", "estimator"),
             )
         ),
         ("--reference.ema 0.9", "ema", "no reference", "--kl.coefficient"),

@@ -31,7 +31,10 @@ def test_one_flag_of_a_table_turns_it_on() -> None:
     critic = from_flags("--critic.model-path", "folder").algorithm.critic
     assert critic is not None
     assert (critic.model_path, critic.lr) == ("folder", 1e-5)
-    assert from_flags("--critic").algorithm.advantage == "gae"
+    assert from_flags("--critic.lr", "1e-4").algorithm.advantage == "gae"
+    gate = from_flags("--gate", "--rollout-timeout-s", "900").gateway.gate
+    assert gate is not None
+    assert gate.policy == "program"
     curriculum = from_flags("--curriculum", "thompson").rollout.curriculum
     assert curriculum is not None
     assert curriculum.kind == "thompson"
@@ -90,10 +93,30 @@ def test_no_setting_of_this_version_is_read_as_one_of_an_earlier_version() -> No
 
 
 def test_a_table_beside_a_choice_that_does_not_read_it_is_refused() -> None:
+    without_critic = Source(name="file", tables={"algorithm": {"critic": False}})
     with pytest.raises(ConfigError, match=r"does not read the table \[vespo\]"):
         from_flags("--policy-loss", "sapo", "--vespo.power-positive", "1")
     with pytest.raises(ConfigError, match=r"needs the table \[critic\]"):
-        from_flags("--advantage", "gae", "--no-critic")
+        resolve(without_critic, *parse_flags(["--advantage", "gae"]))
+
+
+@pytest.mark.parametrize(
+    ("flag", "fix"),
+    [
+        ("--critic", "write --advantage gae"),
+        ("--no-critic", "write --advantage with a value other than gae"),
+        ("--dppo", "write --policy-loss dppo_tv or dppo_kl"),
+        ("--kto", "write --objective kto"),
+        ("--rejection-gate", "write --policy-loss rejection_gate"),
+        ("--no-difficulty", "--group-filter with a value other than medium_difficulty"),
+    ],
+)
+def test_a_table_that_a_choice_reads_is_turned_on_by_the_choice_alone(
+    flag: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags(flag)
+    assert fix in caught.value.fix
 
 
 def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
@@ -110,6 +133,12 @@ def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
         (("--run-name", ""), "leave it out"),
         (("--kl-coef", "0.1"), "write --kl.coefficient"),
         (("--simpo-gamma", "1"), "write --simpo.gamma"),
+        (("--advantage-eps", "1e-6"), "write --advantage-std.eps"),
+        (("--seeded-sampling",), "write --engine.seeded-sampling"),
+        (
+            ("--ray-start-attempts", "9"),
+            "leave it out: a run starts its Ray up to four",
+        ),
         (
             ("--policy-loss", "simko"),
             "write --policy-loss invrl.contrib.simko:SimKO",
@@ -172,6 +201,37 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
     assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
     assert now["algorithm"]["kl"] is False
     assert as_written_now(now, section_of_table) == now
+
+
+def test_settings_that_moved_or_are_gone_are_read_from_a_recorded_configuration(
+    tmp_path: Path,
+) -> None:
+    recorded = {
+        "run": {"ray_start_attempts": 9, "seed": 3},
+        "engine": {"seeded_sampling": True},
+        "gateway": {"special_tokens_in_content": "control"},
+        "algorithm": {
+            "advantage_eps": 1e-6,
+            "advantage_std_floor": 0.1,
+            "reward_deviation": "population",
+            "num_mini_batches": 4,
+        },
+    }
+    file = tmp_path / "config.resolved.toml"
+    file.write_text(tomli_w.dumps(recorded))
+    config = load_resolved(file)
+    assert config == from_flags(
+        *("--seed", "3"),
+        "--engine.seeded-sampling",
+        *("--gateway.special-tokens-in-content", "control"),
+        *("--advantage-std.eps", "1e-6"),
+        *("--advantage-std.floor", "0.1"),
+        *("--advantage-std.estimator", "population"),
+        *("--num-mini-batches", "4"),
+    )
+    file.rename(tmp_path / "mine.toml")
+    with pytest.raises(ConfigError, match="a run starts its Ray up to four times"):
+        resolve(read_toml(tmp_path / "mine.toml"))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def built(
         taken,
         rollouts,
         configured_advantage(algorithm),
-        algorithm.advantage_eps,
+        algorithm.advantage_std.eps,
         use=use,
         rules=rules,
     )

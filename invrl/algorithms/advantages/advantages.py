@@ -217,7 +217,7 @@ def configured_advantage(config: AlgorithmConfig) -> AdvantageFn:
     """Return the function that the settings name. Raises PluginError."""
     return advantage_function(
         config.advantage,
-        config.reward_deviation,
-        std_floor=config.advantage_std_floor,
+        config.advantage_std.estimator,
+        std_floor=config.advantage_std.floor,
         k=config.pass_at_k,
     )

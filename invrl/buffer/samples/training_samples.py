@@ -124,7 +124,7 @@ def build_batch(
         [sample.loss_mask_T for sample in samples],
         [sample.rollout_id for sample in samples],
         over=rules.algorithm.whitened_over,
-        std_floor=rules.algorithm.advantage_std_floor,
+        std_floor=rules.algorithm.advantage_std.floor,
     )
     return TrainBatch(
         batch_id=taken.batch_id,

@@ -50,7 +50,7 @@ _FIXES: Mapping[str, str] = {
     "shared_experts_fusion": _OUR_LAUNCHER,
     "overlap_schedule": "give the engine --weights.inflight in_place, as the run has it",
     "routed_experts": "give the engine --routing-replay engine, as the run has it",
-    "seeded_sampling": "give the engine and the run the same --seeded-sampling",
+    "seeded_sampling": "give the engine and the run the same --engine.seeded-sampling",
 }
 
 

@@ -68,7 +68,7 @@ SGLANG_OWNED = {
     **dict.fromkeys(
         ("is_embedding", "encoder_only"), "leave it out: the engine must sample"
     ),
-    "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
+    "enable_deterministic_inference": "use --engine.seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
     "tp_size": "use --engine.tp-size",
     **dict.fromkeys(
@@ -111,7 +111,7 @@ SGLANG_REFUSED = {
     ),
     "random_seed": (
         "every engine would draw the same numbers, so rollouts of a group on two engines would be equal",
-        "use --seeded-sampling, which gives each generation a seed of its own",
+        "use --engine.seeded-sampling, which gives each generation a seed of its own",
     ),
     "allow_auto_truncate": (
         "a prompt that is too long would be cut without a word, and trained as if it were whole",

@@ -335,7 +335,7 @@ class Turns:
         ):
             _log.info(
                 "a message of session %s has the text of a control token, which stays text"
-                " (--special-tokens-in-content control makes it the token; logged once)",
+                " (--gateway.special-tokens-in-content control makes it the token; logged once)",
                 record.session.id,
             )
         record.counts.update(placement.counts)

@@ -400,7 +400,7 @@ class _TrainingRun(RunParts):
             taken,
             rollouts,
             advantage,
-            self.config.algorithm.advantage_eps,
+            self.config.algorithm.advantage_std.eps,
             baseline=self.config.buffer.turn_rewards.baseline,
             use=self.config.buffer.turn_rewards.use,
             extra_columns=self.config.gateway.session.declared_columns.values(),

@@ -28,6 +28,7 @@ from invrl.host.ray.ray_setup import ray_folder, worker_environment
 from invrl.host.ray.ray_watch import end_this_process, watched_ray
 from invrl.run.settings.config import Config
 
+_MAX_STARTS = 4
 _SHUTDOWN_DEADLINE_S = 60.0
 _RAYLET_DEADLINE_S = 600.0
 """Seconds for a living raylet to appear at its GCS. On a busy machine that took more
@@ -42,10 +43,10 @@ logger = logging.getLogger(__name__)
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
     """Start a local Ray behind a token (`host/ray/ray_setup.py`), or connect to the Ray
     at `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program
-    left in a file is ignored. A local Ray that does not come up is started again, up to
-    `run.ray_start_attempts` times in all, or for ten minutes while the machine is
-    overloaded. Raises ServerError, and ConfigError for a Ray of several nodes; no
-    process of Ray is left then.
+    left in a file is ignored. A local Ray that does not come up is started again, four
+    times in all, or for ten minutes while the machine is overloaded. Raises
+    ServerError, and ConfigError for a Ray of several nodes; no process of Ray is left
+    then.
 
     The command line's SIGTERM handler stays in place. Ray's C++ code replaces it, and
     Ray's own Python handler would end the process from within our event loop.
@@ -68,7 +69,7 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
             else:
                 # Processes of a local Ray inherit the environment. Setting it with
                 # Ray's runtime_env agent takes seconds.
-                stack.enter_context(_local_ray(logs, config.run.ray_start_attempts))
+                stack.enter_context(_local_ray(logs))
         finally:
             restore_sigterm()
         if not ray_address:
@@ -108,10 +109,10 @@ def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> No
 
 
 @contextmanager
-def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
+def _local_ray(logs: Path) -> Iterator[None]:
     """Start a local Ray in its own temporary folder. A failed start is repeated in
-    another folder, on an overloaded machine more than `max_attempts` times: the raylet
-    ends itself if its agent, which imports for seconds, is not there after 15 s."""
+    another folder, on an overloaded machine also after `_MAX_STARTS`: the raylet ends
+    itself if its agent, which imports for seconds, is not there after 15 s."""
     give_up_at = time.monotonic() + _RAYLET_DEADLINE_S
     for attempt in itertools.count(1):
         with ExitStack() as stack:
@@ -123,7 +124,7 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
                 _kill_descendants_naming(folder)
                 is_busy = overload() and time.monotonic() < give_up_at
                 if isinstance(error.__cause__, _NOT_WORTH_A_RETRY) or (
-                    attempt >= max_attempts and not is_busy
+                    attempt >= _MAX_STARTS and not is_busy
                 ):
                     raise
                 logger.warning("%s", error, exc_info=True)

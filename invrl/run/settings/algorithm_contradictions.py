@@ -7,10 +7,11 @@ teacher, critic.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
+from invrl.algorithms.config import GROUP_RELATIVE, LINEAR, AlgorithmConfig
 from invrl.algorithms.objectives.objectives import (
     DISTILLATION,
     ON_FILES,
@@ -47,7 +48,12 @@ _READ_BY: dict[tuple[str, ...], tuple[str, ...]] = {
         "ratio_weight",
         "adaptations",
     ),
-    ("rl",): ("advantage", "advantage_eps", "reward_deviation", "solved_nll_coef"),
+    ("rl",): (
+        "advantage",
+        "advantage_std.eps",
+        "advantage_std.estimator",
+        "solved_nll_coef",
+    ),
 }
 """Settings of the algorithm, by the built-in objectives that read them."""
 _WITHOUT_SEQUENCE_RATIO = {
@@ -322,12 +328,15 @@ def _objective(config: Config) -> Contradictions:
     name = algorithm.objective
     if not is_built_in(name):
         return
+    defaults = AlgorithmConfig.model_validate({})
     for objectives, fields in _READ_BY.items():
         reason = f"the objective {name} does not read it, only {', '.join(objectives)}"
         fix = "leave it out, or choose another --objective"
         for field in fields if name not in objectives else ():
-            if getattr(algorithm, field) != type(algorithm).model_fields[field].default:
-                yield f"algorithm.{field}", reason, fix
+            value_of = attrgetter(field)
+            if value_of(algorithm) != value_of(defaults):
+                name_in_file = field if "." in field else f"algorithm.{field}"
+                yield name_in_file, reason, fix
 
 
 def _teacher(config: Config) -> Contradictions:

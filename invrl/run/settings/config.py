@@ -40,6 +40,7 @@ from invrl.store.run_folder import CONFIG_NAME
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.section import (
+    Choice,
     Section,
     is_optional,
     merged,
@@ -179,6 +180,12 @@ TABLES: dict[str, Table] = {
     for section_name, section in SECTIONS.items()
     for name, model in section_tables(section).items()
 }
+CHOICES: dict[str, Choice] = {
+    name: choice
+    for section in SECTIONS.values()
+    for name, choice in section.chosen_by.items()
+}
+"""The choice that turns an optional table on, by the name of the table."""
 Tables = Mapping[str, Mapping[str, Scalar | Mapping[str, Scalar]]]
 
 

@@ -433,7 +433,7 @@ def _determinism(config: Config) -> Contradictions:
     rollout = config.rollout
     sglang = {name.replace("-", "_"): value for name, value in config.sglang.items()}
     needed = {
-        "--seeded-sampling": config.engine.seeded_sampling,
+        "--engine.seeded-sampling": config.engine.seeded_sampling,
         "--engine.dtype float32": config.engine.dtype == "float32",
         "--num-engines 1": config.engine.num_engines == 1,
         "no --external-engines": not config.engine.external_engines,

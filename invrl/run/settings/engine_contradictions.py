@@ -124,7 +124,7 @@ def _seeded_backends(config: Config) -> Contradictions:
         option = name.replace("-", "_")
         if option in _SEEDED_BACKENDS and value not in _SEEDED_BACKENDS[option]:
             reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
-            fix = f"use one of: {', '.join(_SEEDED_BACKENDS[option])}; or --no-seeded-sampling"
+            fix = f"use one of: {', '.join(_SEEDED_BACKENDS[option])}; or --no-engine.seeded-sampling"
             yield f"sglang.{name}", reason, fix
 
 

@@ -136,7 +136,6 @@ _MAY_CHANGE = frozenset(
         "checkpoints.keep_best_by",
         "train.max_shard_gb",
         "engine.external_engines",
-        "run.ray_start_attempts",
         "failures.max_identical",
         "failures.max_at_start",
         "buffer.max_filtered_batches",

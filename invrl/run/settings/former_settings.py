@@ -167,9 +167,18 @@ FORMER_NAMES: dict[str, str] = {
     "reference_reset_steps": "reference.reset_steps",
     "reference_reset_optimizer": "reference.reset_optimizer",
     "reference_ema": "reference.ema",
+    "advantage_eps": "advantage_std.eps",
+    "advantage_std_floor": "advantage_std.floor",
+    "reward_deviation": "advantage_std.estimator",
+    "seeded_sampling": "engine.seeded_sampling",
+    "special_tokens_in_content": "gateway.special_tokens_in_content",
 }
 """The name of a setting by the one that it had; one that has its table
 before it as table.key."""
+REMOVED_SETTINGS: dict[str, str] = {
+    "ray_start_attempts": "a run starts its Ray up to four times",
+}
+"""What a run does instead of reading a setting that is gone, by the setting's name."""
 FORMER_VALUES: dict[str, dict[str, str]] = {
     "policy_loss": {
         "simko": "invrl.contrib.simko:SimKO",
@@ -279,10 +288,14 @@ _ABSENT: dict[object, tuple[str, ...]] = {
 
 
 def former_fix(name: str) -> str:
-    """Describe the current place of a former setting; "" for any other name."""
+    """Describe the current place of a former setting, or what a run does without it; ""
+    for any other name."""
     if name == "weight_sync":
         return "it was renamed: write [weights]"
-    new = FORMER_NAMES.get(name.lower().removeprefix("--").replace("-", "_"))
+    old = name.lower().removeprefix("--").replace("-", "_")
+    if old in REMOVED_SETTINGS:
+        return f"leave it out: {REMOVED_SETTINGS[old]}"
+    new = FORMER_NAMES.get(old)
     if new is None:
         return ""
     is_flag = name.startswith("--")
@@ -377,9 +390,12 @@ def _name_plugins(tables: dict[str, dict[str, Any]]) -> None:
 def _move_settings(
     tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
 ) -> None:
-    """Move settings to the tables and names that they have now. Those of an optional
-    table stay in it: it has never had the settings of another."""
+    """Move settings to the tables and names that they have now, and leave out those
+    that are gone. Those of an optional table stay in it: it has never had the settings
+    of another."""
     for section in set(tables) - _OF_OTHER_PACKAGES:
+        for old in tables[section].keys() & REMOVED_SETTINGS:
+            del tables[section][old]
         for old in list(tables[section]):
             new = FORMER_NAMES.get(old)
             if new is None:

@@ -5,7 +5,11 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-from invrl.run.settings.former_settings import FORMER_NAMES, former_fix
+from invrl.run.settings.former_settings import (
+    FORMER_NAMES,
+    REMOVED_SETTINGS,
+    former_fix,
+)
 from invrl.run.settings.other_trainers import (
     ANSWERS,
     ON_FILES,
@@ -43,7 +47,7 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
     new_name = FORMER_NAMES.get(_plain(name), "")
     if new_name in valid:
         return f"it was renamed: write {valid[new_name]}"
-    if new_name.startswith("plugin."):
+    if new_name.startswith("plugin.") or _plain(name) in REMOVED_SETTINGS:
         return former_fix(name)
     answer = answer_without_setting(name)
     if answer:

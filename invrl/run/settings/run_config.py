@@ -121,9 +121,6 @@ class RunConfig(Section):
         gt=0,
         description="a process that has not answered for this long counts as dead",
     )
-    ray_start_attempts: PositiveInt = Field(
-        4, description="times that a run's own Ray is started until it is up"
-    )
     colocate: bool = Field(
         False,
         description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "

@@ -198,7 +198,7 @@ def _with_advantages(
         for sample, advantages_T in zip(mini_batch.samples, of_step, strict=True):
             whitened_T = np.where(
                 sample.loss_mask_T,
-                whiten(advantages_T, moments, std_floor=config.advantage_std_floor),
+                whiten(advantages_T, moments, std_floor=config.advantage_std.floor),
                 0.0,
             )
             advantages.append(whitened_T.astype(np.float32))

@@ -100,7 +100,7 @@ def kl_advantages(
         advantage_of |= dict(
             zip(
                 of_group,
-                compare(rewards_G, eps=config.advantage_eps).tolist(),
+                compare(rewards_G, eps=config.advantage_std.eps).tolist(),
                 strict=True,
             )
         )
