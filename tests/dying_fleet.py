@@ -116,7 +116,10 @@ class FakeRouter:
     class Address:
         def close(self) -> None: ...
 
-    def __init__(self, *, address: object = None, **_: object) -> None:
+    def __init__(
+        self, *, address: object = None, name: str = "router", **_: object
+    ) -> None:
+        self.name = name
         self.address = address or self.Address()
         self.engine_api_key = None
         self.log = Path("router.log")
@@ -250,7 +253,12 @@ def receiver(fleet: Fleet, name: str) -> FakeReceiver:
 
 @asynccontextmanager
 async def mortal_fleet(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, deaths: Deaths
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    tmp_path: Path,
+    deaths: Deaths,
+    *,
+    eval_engines: int = 0,
 ) -> AsyncIterator[Fleet]:
     """Three engines that have started, whose watches find what `deaths` says."""
     for fake in (FakeServer, FakeRouter, FakeReceiver):
@@ -270,6 +278,7 @@ async def mortal_fleet(
         tiny_model,
         tmp_path,
         weights=ArenaWeights(timeout_s=900.0),
+        eval_engines=eval_engines,
     )
     FakeServer.may_be_ready.set()
     await fleet.start()

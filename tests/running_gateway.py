@@ -25,6 +25,7 @@ from invrl.gateway.server.routes.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types.fleet import FleetSnapshot
 from invrl.types.rollouts import FailedRollout, RolloutSummary
 from invrl.types.sessions import Session
 from invrl.types.turns import Turn
@@ -101,6 +102,8 @@ async def running(
     place: WorkerPlace | None = None,
     run_ended: Callable[[], bool] = lambda: False,
     experts: ExpertsShape | None = None,
+    eval_engine: FakeEngine | None = None,
+    read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
     **changes,
 ) -> AsyncIterator[Running]:
     parsers = parsers or Parsers()
@@ -133,9 +136,14 @@ async def running(
             generate_deadline_s=settings.session.generate_timeout_s,
             experts=experts,
         )
+        eval_client = None
+        if eval_engine is not None:
+            eval_client = SglangClient(eval_engine.url, limits=limits)
         app = make_app(
             settings,
             sampler=client,
+            eval_sampler=eval_client,
+            read_fleet=read_fleet,
             renderer=renderer,
             parsers=parsers,
             store=store,
@@ -159,6 +167,8 @@ async def running(
         finally:
             server.should_exit = True
             await serving
+            if eval_client is not None:
+                await eval_client.close()
             store.close()
 
 

@@ -93,7 +93,7 @@ _SERVE = CommandSettings(
             "rollout_timeout_s": 1e-3,
         },
         "workers": {"count": 1},
-        "eval": {"samples_per_task": 1},
+        "eval": {"samples_per_task": 1, "engines": False},
         "gateway": {"gate": False},
         **_NO_TRAINER,
     },
@@ -105,7 +105,7 @@ _EVAL = CommandSettings(
         "model": _all_keys("model"),
         "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
         "workers": _all_keys("workers"),
-        "eval": _all_keys("eval") - {"interval"},
+        "eval": _all_keys("eval") - {"interval", "engines"},
         "engine": _all_keys("engine"),
         "gateway": _all_keys("gateway"),
         "gate": _all_keys("gate"),
@@ -114,7 +114,7 @@ _EVAL = CommandSettings(
     packages=("sglang", "router"),
     # An evaluation has no steps and no batches.
     neutral={
-        "eval": {"interval": False},
+        "eval": {"interval": False, "engines": False},
         "buffer": {"batch_timeout_s": 1e9},
         **_NO_TRAINER,
     },

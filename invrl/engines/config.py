@@ -56,6 +56,11 @@ class EngineConfig(Section):
     )
 
     @property
+    def total_engines(self) -> int:
+        """Number of engines, with the external ones."""
+        return self.num_engines + len(self.external_engines)
+
+    @property
     def described(self) -> str:
         """Describe the number of engines for a message."""
         text = f"{self.num_engines} engine(s)"

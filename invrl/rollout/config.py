@@ -40,6 +40,10 @@ class EvalConfig(Section):
     interval: PositiveInt | None = Field(
         None, description="steps between evaluations; left out: only before and after"
     )
+    engines: PositiveInt | None = Field(
+        None,
+        description="last engines of the fleet that serve evaluation only; left out: all engines serve both",
+    )
     tasks: PositiveInt | None = Field(
         None,
         description="held-out tasks of each set; left out: no evaluation (`invrl eval`: all of them)",

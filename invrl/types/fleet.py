@@ -37,6 +37,19 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that report their load, by name."""
     silent: tuple[str, ...] = ()
     """Engines that have never reported it."""
+    eval_engines: tuple[str, ...] = ()
+    """Names of the engines that are set aside for evaluation."""
+
+    def serving(self, *, evaluation: bool) -> "FleetSnapshot":
+        """Return the engines that are set aside for evaluation, or the others."""
+
+        def serves(name: str) -> bool:
+            return (name in self.eval_engines) == evaluation
+
+        return FleetSnapshot(
+            engines={name: load for name, load in self.engines.items() if serves(name)},
+            silent=tuple(filter(serves, self.silent)),
+        )
 
     def engine_of(self, instance: str | None) -> str | None:
         """Return the engine whose replies have this name. The only engine of a fleet

@@ -207,6 +207,14 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
             "it means nothing to `invrl eval`",
         ),
         (
+            ["eval", "--model-path", "/no/such", "--eval.engines", "1"],
+            "it means nothing to `invrl eval`",
+        ),
+        (
+            ["serve", "--model-path", "/no/such", "--eval.engines", "1"],
+            "it means nothing to `invrl serve`",
+        ),
+        (
             ["eval", "--model-path", "/no/such", "--eval-taks", "4"],
             "did you mean --eval.tasks?",
         ),

@@ -348,7 +348,7 @@ def test_exporter_shows_living_and_lost_engines() -> None:
         alive={"engine-1": "http://x"},
         lost=("engine-0",),
         restarts={"engine-0": 2},
-        router_metrics_url="",
+        router_metrics={},
     )
     numbers = sources.fleet_numbers(lambda: state)
     assert numbers["invrl_engines"] == {("alive",): 1, ("lost",): 1}

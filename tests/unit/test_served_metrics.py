@@ -116,12 +116,12 @@ def test_router_and_engine_metrics_are_served_while_they_run(
         alive={"engine-0": f"http://127.0.0.1:{gone}"},
         lost=("engine-1",),
         restarts={},
-        router_metrics_url=f"http://127.0.0.1:{gone}/metrics",
+        router_metrics={"router": f"http://127.0.0.1:{gone}/metrics"},
     )
     child = subprocess.Popen(["sleep", "60"])
     gateway = SimpleNamespace(url=f"http://127.0.0.1:{gone}", process=child)
     fleet = SimpleNamespace(
-        state=lambda: state, router=SimpleNamespace(pid=-1), engines={}
+        state=lambda: state, routers={"router": SimpleNamespace(pid=-1)}, engines={}
     )
     serving = SimpleNamespace(gateway=gateway, env_key="k", fleet=fleet)
     with metrics.of_serving(cast("Any", serving)):

@@ -27,6 +27,7 @@ def plan(arguments: Sequence[str]) -> None:
       --rollout-batch-size N       groups of a batch (16)
       --n-samples-per-prompt N     rollouts of a group (8)
       --num-engines N              engines now (1); --engine-gpus N: of each (1)
+      --eval-engines N             engines set aside for evaluation, not counted above (0)
       --trainer-gpus N             GPUs of the trainer now (1)
       --token-s S                  seconds of an engine's step with one request
       --request-s S                seconds that each further request adds to that
@@ -109,6 +110,9 @@ def describe_plan(config: PlanConfig, plan: Plan) -> Iterator[str]:
     best = plan.best
     flags = (
         f"--max-staleness {best.max_staleness} --admission {best.admission} "
-        f"--rollout-concurrency {workload.slots} --num-engines {workload.num_engines}"
+        f"--rollout-concurrency {workload.slots} "
+        f"--num-engines {workload.num_engines + config.eval_engines}"
     )
+    if config.eval_engines:
+        flags += f" --eval.engines {config.eval_engines}"
     yield f"give: {flags}"

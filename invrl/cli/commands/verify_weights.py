@@ -69,5 +69,4 @@ def _check_running(folder: RunFolder) -> None:
 def _deadline_s(config: Config, wait_s: float) -> float:
     """Return a deadline beyond the driver's own, so that the driver answers first."""
     per_engine_s = config.weights.timeout_s + _SHORT_CALLS_S
-    num_engines = config.engine.num_engines + len(config.engine.external_engines)
-    return wait_s + num_engines * per_engine_s
+    return wait_s + config.engine.total_engines * per_engine_s

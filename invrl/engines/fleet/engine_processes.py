@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from invrl.engines.fleet.blocking_calls import BlockingCalls
 from invrl.engines.fleet.fleet_router import FleetRouter
@@ -18,18 +19,23 @@ _END_POLL_S = 0.05
 
 
 class EngineProcesses:
+    """`router_of`: returns the router of the engine with that name."""
+
     def __init__(
-        self, launcher: EngineLauncher, router: FleetRouter, calls: BlockingCalls
+        self,
+        launcher: EngineLauncher,
+        router_of: Callable[[str], FleetRouter],
+        calls: BlockingCalls,
     ) -> None:
         self._launcher = launcher
-        self._router = router
+        self._router_of = router_of
         self._calls = calls
         self.leaving: list[Engine] = []
         """Engines that left and are not being ended yet: the fleet may stop first."""
         self._num_ending = 0
 
     def launch(self, name: str) -> Engine:
-        api_key = self._router.server.engine_api_key
+        api_key = self._router_of(name).server.engine_api_key
         return self._launcher.launch(name, api_key=api_key)
 
     async def started(self, name: str, engine: Engine) -> Engine:

@@ -6,7 +6,7 @@ hour. An external engine is awaited as often as it leaves.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from invrl.errors import DeadlineError
 from invrl.host.processes.process import RestartLimit
@@ -62,6 +62,6 @@ class EngineRestarts:
         may still come back."""
         return name in self._overdue
 
-    def reasons(self) -> str:
-        """Return the reason that each engine left."""
-        return "; ".join(f"{name}: {reason}" for name, reason in self.away.items())
+    def reasons(self, names: Collection[str]) -> str:
+        """Return the reason that each of these engines left."""
+        return "; ".join(f"{name}: {self.away[name]}" for name in names)

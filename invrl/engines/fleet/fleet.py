@@ -1,13 +1,14 @@
-"""M engines behind one router, as one object that starts, updates and ends them, or
-uses those of others.
+"""M engines behind a router, as one object that starts, updates and ends them, or
+uses those of others. Engines that are set aside for evaluation have a second router
+(`engine_group.py`), and are like the others in everything else.
 
 Invariant: an engine that comes back joins `engines` with the fleet's version whole, and
 from then on every update includes it; only then is it registered with the router. An
 engine that leaves (`evict`) is unknown to weight updates at once; in the background it
-is unregistered from the router and then ended. Each engine and the router have a watch
-of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
+is unregistered from its router and then ended. Each engine and each router has its
+own watch (`engine_health.py`), so a failure there concerns that one alone; `check`
 raises when a watch itself has failed. A router that dies is started again
-(`fleet_router.py`). A fleet whose last engine has left waits for one that is started
+(`fleet_router.py`). A group whose last engine has left waits for one that is started
 again (`engine_restarts.py`); only if none may come back any more, `check` raises.
 
 An external engine (`external_engine.py`) is one of them like the others, but that
@@ -22,10 +23,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.blocking_calls import BlockingCalls
+from invrl.engines.fleet.engine_group import EngineGroup, engine_groups
 from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_reply
 from invrl.engines.fleet.engine_processes import EngineProcesses
 from invrl.engines.fleet.engine_restarts import EngineRestarts
@@ -55,7 +58,7 @@ _ENGINE_POLL_S = 0.05
 
 
 class Fleet:
-    """Engines and router. Call `start`; then `router` is for the gateway, and
+    """Engines and routers. Call `start`; then the routers are for the gateway, and
     `receivers` are for weight updates."""
 
     def __init__(
@@ -73,8 +76,10 @@ class Fleet:
         log: LogSettings | None = None,
         shares_gpus: bool = False,
         parent: ForkParent | None = None,
+        eval_engines: int = 0,
     ) -> None:
-        """Starts the router's process, and one that forks engines. Raises ConfigError.
+        """Starts the processes of the routers, and one that forks engines. Raises
+        ConfigError.
 
         `sglang` and `router` are passed through, by upstream's field names.
         `weights`: None for the defaults. An engine or a router that is silent for
@@ -86,7 +91,7 @@ class Fleet:
         that start here log; None for the defaults. `shares_gpus`: with the trainer, by
         turns; engines then start one after the other. `parent`: forks the engines, and
         is its owner's to stop; None for one of the fleet's own, where engines can be
-        forked.
+        forked. `eval_engines`: number of the last engines, which serve evaluation only.
         """
         self._config = engine
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -126,21 +131,24 @@ class Fleet:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._examination: asyncio.Task[None] | None = None
-        self._load_watch = LoadWatch(
-            lambda: {name: engine.client for name, engine in self.engines.items()}
-        )
         # Threads of our own, enough of them: those that wait for an engine to start
         # must not delay those that end one.
-        self._calls = BlockingCalls(3 * len(self._launcher.names) + 3, name="fleet")
-        self._router = FleetRouter(
-            engine,
-            run_folder,
+        self._calls = BlockingCalls(3 * (len(self._launcher.names) + 2), name="fleet")
+        make_router = partial(
+            FleetRouter,
+            config=engine,
+            run_folder=run_folder,
             passthrough=passthrough,
             installed_smg=installed_smg,
             heartbeat_timeout_s=heartbeat_timeout_s,
             calls=self._calls,
         )
-        self._processes = EngineProcesses(self._launcher, self._router, self._calls)
+        self._groups = engine_groups(self._launcher.names, eval_engines, make_router)
+        self._load_watch = LoadWatch(
+            lambda: {name: engine.client for name, engine in self.engines.items()},
+            eval_engines=self._groups[1].names if eval_engines else (),
+        )
+        self._processes = EngineProcesses(self._launcher, self._router_of, self._calls)
 
     async def start(self) -> None:
         """Start all engines together, and wait for the external ones; none gets
@@ -153,7 +161,8 @@ class Fleet:
             async with asyncio.TaskGroup() as starts:
                 for name, engine in self.engines.items():
                     starts.create_task(self._wait_ready(name, engine))
-            await self._router.wait_ready()
+            for group in self._groups:
+                await group.router.wait_ready()
         except ExceptionGroup as errors:
             await self.stop()
             first = errors.exceptions[0]
@@ -163,19 +172,22 @@ class Fleet:
             raise
         for name, engine in self.engines.items():
             self._watch_engine(name, engine)
-        self._watches["router"] = asyncio.create_task(
-            self._router.watch(self._route_again)
-        )
+        for group in self._groups:
+            self._watches[group.router.name] = asyncio.create_task(
+                group.router.watch(partial(self._route_again, group))
+            )
         self._watches["load"] = asyncio.create_task(self._load_watch.follow())
 
     async def admit(self) -> None:
-        """Register the engines, which hold the fleet's version, with the router.
+        """Register the engines, which hold the fleet's version, with their routers.
 
-        An engine that the router cannot reach leaves. Raises ServerError or
-        DeadlineError if it reaches none.
+        An engine that its router cannot reach leaves. Raises ServerError or
+        DeadlineError if none is reached.
         """
         engines = dict(self.engines)
-        registrations = [self._router.register(engine) for engine in engines.values()]
+        registrations = [
+            self._router_of(name).register(engine) for name, engine in engines.items()
+        ]
         results = await asyncio.gather(*registrations, return_exceptions=True)
         failures: dict[str, BaseException] = {}
         for name, result in zip(engines, results, strict=True):
@@ -205,9 +217,20 @@ class Fleet:
         return [engine.receiver for engine in self.engines.values()]
 
     @property
+    def routers(self) -> Mapping[str, RouterServer]:
+        """Processes of this moment, by the name of the router."""
+        return {group.router.name: group.router.server for group in self._groups}
+
+    @property
     def router(self) -> RouterServer:
-        """Its process of this moment."""
-        return self._router.server
+        """Router of training sessions, and of all others unless there is
+        `eval_router`."""
+        return self._groups[0].router.server
+
+    @property
+    def eval_router(self) -> RouterServer | None:
+        """Router of evaluation sessions, if engines are set aside for them."""
+        return self._groups[1].router.server if len(self._groups) > 1 else None
 
     @property
     def evicted(self) -> Mapping[str, str]:
@@ -220,8 +243,8 @@ class Fleet:
         return self._shares_gpus
 
     def check(self) -> None:
-        """Raise InvrlError if the router is gone for good, no engine is left and none
-        may come back, or a watch has failed."""
+        """Raise InvrlError if a router is gone for good, no engine of a group is left
+        and none may come back, or a watch has failed."""
         for name, watch in self._watches.items():
             if not watch.done() or watch.cancelled():
                 continue
@@ -232,16 +255,21 @@ class Fleet:
                 raise ServerError(
                     f"nobody watches {name} any more: {error!r}"
                 ) from error
-        if not self.engines and self.evicted and not self._may_return():
-            raise ServerError(f"no engine is left: {self._restarts.reasons()}")
+        for group in self._groups:
+            away = [name for name in self.evicted if name in group.names]
+            is_empty = group.is_without(self.engines)
+            if is_empty and away and not self._may_return(away):
+                reasons = self._restarts.reasons(away)
+                raise ServerError(f"no engine is left{group.described}: {reasons}")
 
-    def _may_return(self) -> bool:
-        """Whether an engine that left is being started again and is not overdue."""
+    def _may_return(self, names: Sequence[str]) -> bool:
+        """Whether one of these engines, which left, is being started again and is not
+        overdue."""
         if not self._restarts_engines:
             return False
         return any(
             not self._replacements[name].done() and not self._restarts.is_overdue(name)
-            for name in self.evicted
+            for name in names
         )
 
     async def until_engine(self) -> None:
@@ -268,7 +296,9 @@ class Fleet:
             },
             lost=tuple(self.evicted),
             restarts=dict(self._restarts.counts),
-            router_metrics_url=self.router.metrics_url,
+            router_metrics={
+                name: router.metrics_url for name, router in self.routers.items()
+            },
         )
 
     def evict(self, name: str, reason: str) -> None:
@@ -382,7 +412,8 @@ class Fleet:
         engines = [*self.engines.values(), *self._processes.leaving]
         self.engines = {}
         await asyncio.gather(
-            *(self._processes.end(engine) for engine in engines), self._router.stop()
+            *(self._processes.end(engine) for engine in engines),
+            *(group.router.stop() for group in self._groups),
         )
         if self._launcher.own_parent is not None:
             await self._calls.run(self._launcher.own_parent.stop)
@@ -412,17 +443,17 @@ class Fleet:
             interval_s=self._config.health_interval_s,
         )
 
-    async def _route_again(self, dead: RouterServer) -> None:
+    async def _route_again(self, group: EngineGroup, dead: RouterServer) -> None:
         """Register with a router that was started again the engines that the dead one
         routed to and that are still there."""
         for name, engine in list(self.engines.items()):
             try:
-                if not await self._router.register_again(engine, dead):
+                if not await group.router.register_again(engine, dead):
                     continue
             except (ServerError, DeadlineError) as error:
                 self.evict(name, f"the restarted router does not reach it: {error}")
             if self.engines.get(name) is not engine:  # it left meanwhile
-                await self._router.unregister(engine)
+                await group.router.unregister(engine)
 
     # ------------------------------------------------------------- engines come and go
 
@@ -434,16 +465,11 @@ class Fleet:
         if after is not None:
             await after
         if engine is not None:
-            await self._retire(engine)
+            await self._retire(name, engine)
         while self._restarts_engines and self._restarts.are_allowed(name):
             async with self._start_turn if self._shares_gpus else nullcontext():
                 count = self._restarts.begin(name)
-                if not self.engines:
-                    incidents.warning(
-                        "no engine is left: requests and weight updates wait for %s (restart %s)",
-                        name,
-                        count,
-                    )
+                self._report_wait(name, count)
                 try:
                     return await self._restart(name)
                 except Exception as error:
@@ -457,6 +483,20 @@ class Fleet:
             incidents.error(
                 "%s stays away: it left more than %d times in an hour", name, most
             )
+
+    def _report_wait(self, name: str, count: str) -> None:
+        """Report that requests wait for this engine, if no other serves them. `count`:
+        the number of its restart, as text."""
+        group = self._group_of(name)
+        if not self.engines:
+            waiting = ": requests and weight updates wait"
+        elif group.is_without(self.engines):
+            waiting = f"{group.described}: requests wait"
+        else:
+            return
+        incidents.warning(
+            "no engine is left%s for %s (restart %s)", waiting, name, count
+        )
 
     async def _restart(self, name: str) -> None:
         """Start a new process under the name. It joins the fleet once it holds the
@@ -483,7 +523,7 @@ class Fleet:
             await self._while_alive(engine, bring_up)
         except BaseException:
             self.engines.pop(name, None)
-            await self._retire(engine)
+            await self._retire(name, engine)
             raise
         if self.engines.get(name) is engine:
             self._watch_engine(name, engine)
@@ -491,8 +531,9 @@ class Fleet:
 
     async def _register_joined(self, name: str, engine: Engine) -> None:
         """Register an engine of the fleet; it may leave meanwhile."""
+        router = self._router_of(name)
         try:
-            await self._router.register(engine)
+            await router.register(engine)
         except InvrlError as error:
             if self.engines.get(name) is engine:
                 self.evict(name, f"the router does not reach it: {error}")
@@ -500,7 +541,7 @@ class Fleet:
         if self.engines.get(name) is engine:
             incidents.warning("%s is back", name)
         else:
-            await self._router.unregister(engine)
+            await router.unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
         """Await `work` on an engine that has no watch yet. Raises ServerError if the
@@ -520,8 +561,14 @@ class Fleet:
     async def _wait_ready(self, name: str, engine: Engine) -> None:
         self.engines[name] = await self._processes.started(name, engine)
 
-    async def _retire(self, engine: Engine) -> None:
+    async def _retire(self, name: str, engine: Engine) -> None:
         try:
-            await self._router.unregister(engine)
+            await self._router_of(name).unregister(engine)
         finally:
             await self._processes.end(engine)
+
+    def _group_of(self, name: str) -> EngineGroup:
+        return next(group for group in self._groups if name in group.names)
+
+    def _router_of(self, name: str) -> FleetRouter:
+        return self._group_of(name).router

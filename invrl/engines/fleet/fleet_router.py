@@ -35,6 +35,7 @@ class FleetRouter:
 
     def __init__(
         self,
+        name: str,
         config: EngineConfig,
         run_folder: Path,
         *,
@@ -45,6 +46,7 @@ class FleetRouter:
     ) -> None:
         """Starts the router's process. A router that is silent for longer than
         `heartbeat_timeout_s` is dead. `calls`: the fleet's."""
+        self.name = name
         self._config = config
         self._run_folder = run_folder
         self._passthrough = passthrough
@@ -63,6 +65,7 @@ class FleetRouter:
             passthrough=self._passthrough,
             address=None if predecessor is None else predecessor.address,
             installed_smg=self._smg,
+            name=self.name,
         )
 
     async def wait_ready(self) -> None:
@@ -89,15 +92,15 @@ class FleetRouter:
             )
             if not self._restarts.allows():
                 raise ServerError(
-                    f"the router died {_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. "
+                    f"the {self.name} died {_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. "
                     f"Last lines of {router.log}:\n{router.log_tail()}"
                 )
-            incidents.error("the router is started again: %s", reason)
+            incidents.error("the %s is started again: %s", self.name, reason)
             await self._end(router)
             self.server = self._launch(router)
             await self.wait_ready()
             await route_again(router)
-            incidents.warning("the router is back")
+            incidents.warning("the %s is back", self.name)
 
     async def register(self, engine: Engine) -> None:
         """Register an engine with the router; if the router must be restarted, wait for

@@ -14,5 +14,5 @@ class FleetState:
     """Engines that left and have not come back."""
     restarts: Mapping[str, int]
     """Number of restarts of each engine that left."""
-    router_metrics_url: str
-    """Prometheus address of the router's own metrics."""
+    router_metrics: Mapping[str, str]
+    """Prometheus addresses of the routers' own metrics, by the name of the router."""

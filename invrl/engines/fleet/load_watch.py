@@ -7,7 +7,7 @@ leaves: a busy machine may answer late.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from invrl.errors import InvrlError
@@ -26,10 +26,17 @@ class ReportsLoad(Protocol):
 
 class LoadWatch:
     """`snapshot` has the newest load of the engines. `clients`: returns those of the
-    engines, by name."""
+    engines, by name. `eval_engines`: names of those that are set aside for
+    evaluation."""
 
-    def __init__(self, clients: Callable[[], Mapping[str, ReportsLoad]]) -> None:
+    def __init__(
+        self,
+        clients: Callable[[], Mapping[str, ReportsLoad]],
+        *,
+        eval_engines: Sequence[str] = (),
+    ) -> None:
         self._clients = clients
+        self._eval_engines = tuple(eval_engines)
         self.snapshot = FleetSnapshot()
 
     async def follow(self) -> None:
@@ -58,4 +65,6 @@ class LoadWatch:
                 silent.append(name)
                 if name not in self.snapshot.silent:
                     _LOG.info("%s does not report its load: %s", name, answer)
-        return FleetSnapshot(engines=loads, silent=tuple(silent))
+        return FleetSnapshot(
+            engines=loads, silent=tuple(silent), eval_engines=self._eval_engines
+        )

@@ -74,9 +74,10 @@ class RouterServer(ServerProcess):
         passthrough: Sequence[str] = (),
         address: RouterAddress | None = None,
         installed_smg: smg.Smg | None = None,
+        name: str = "router",
     ) -> None:
         """`address`: of the previous router that this one replaces. Without smg it is
-        sglang-router."""
+        sglang-router. `name`: also of its log."""
         self.address = address or RouterAddress()
         self.api_key = self.address.api_key
         self.engine_api_key: str | None = None
@@ -115,9 +116,9 @@ class RouterServer(ServerProcess):
         keys += (
             f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
         )
-        log = run_folder / "logs" / "router.log"
+        log = run_folder / "logs" / f"{name}.log"
         super().__init__(
-            "router", command, log=log, env={"INVRL_KEY_FLAGS": keys, **WITHOUT_PROXIES}
+            name, command, log=log, env={"INVRL_KEY_FLAGS": keys, **WITHOUT_PROXIES}
         )
 
     def registered(self, url: str) -> bool:

@@ -30,6 +30,11 @@ class GatewaySettings(GatewayConfig):
     """Port of the gateway: the configured one, or a free one."""
     router_url: str
     router_api_key: SecretStr | None = None
+    eval_router_url: str | None = Field(
+        None,
+        description="router of evaluation sessions; None: that of all others",
+    )
+    eval_router_api_key: SecretStr | None = None
     env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")
     model_path: str
     model_name: str

@@ -64,6 +64,8 @@ class Turns:
     """Live conversations of a worker, and their turns."""
 
     sampler: Sampler
+    eval_sampler: Sampler
+    """Samples in evaluation sessions."""
     renderer: Renderer
     parsers: Parsers = field(default_factory=Parsers)
     store: RunStoreWriter
@@ -233,7 +235,7 @@ class Turns:
         )
         generation = Generation(
             proposal,
-            sampler=self.sampler,
+            sampler=self._sampler(record),
             renderer=self.renderer,
             parser=self._parser(request, placement.context_ids, proposal.request.rid),
             commit=partial(self._commit, conversation),
@@ -244,6 +246,12 @@ class Turns:
         if placement.change is not None:
             conversation.changes[generation.turn_id] = placement.change
         return generation, newly_overridden
+
+    def _sampler(self, record: SessionRecord) -> Sampler:
+        """Return the engines that serve the session."""
+        if record.session.purpose == "eval":
+            return self.eval_sampler
+        return self.sampler
 
     def _frees_replies(self, record: SessionRecord) -> bool:
         """Whether replies are sampled without the grammar that a client asks for. (In

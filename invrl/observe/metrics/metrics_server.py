@@ -213,7 +213,7 @@ def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[b
         )
     if status != HTTPStatus.OK:
         reason = f"{name} answered {status}"
-        if status == HTTPStatus.NOT_FOUND and name != "router":
+        if status == HTTPStatus.NOT_FOUND and not name.endswith("router"):
             reason += ": an engine shows its metrics with --sglang-enable-metrics"
         return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
     start_response(

@@ -1,6 +1,6 @@
 """Lengths, rates and machine from which a run is planned."""
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.types.section import Section
 
@@ -15,6 +15,9 @@ class PlanConfig(Section):
     rollout_batch_size: PositiveInt = Field(16, description="groups of a batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts of a group")
     num_engines: PositiveInt = Field(1, description="engines now")
+    eval_engines: NonNegativeInt = Field(
+        0, description="engines set aside for evaluation, not counted in num_engines"
+    )
     engine_gpus: PositiveInt = Field(1, description="GPUs of an engine")
     trainer_gpus: PositiveInt = Field(1, description="GPUs of the trainer now")
     token_s: PositiveFloat = Field(

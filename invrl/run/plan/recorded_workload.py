@@ -44,8 +44,8 @@ def read_run(folder: RunFolder) -> tuple[PlanConfig, RecordedLengths]:
     ]
     if not groups:
         raise _unusable(folder, f"{len(lengths)} of its rollouts have sampled tokens")
-    engines = config.engine
-    num_engines = engines.num_engines + len(engines.external_engines)
+    eval_engines = config.rollout.eval.engines or 0
+    num_engines = config.engine.total_engines - eval_engines
     token_s, request_s = engine_rates(rollouts, num_engines)
     training_s = _median(rows, "time/train_s")
     waits_s = _median(rows, "time/rollout_s")
@@ -54,7 +54,8 @@ def read_run(folder: RunFolder) -> tuple[PlanConfig, RecordedLengths]:
         "rollout_batch_size": config.rollout.rollout_batch_size,
         "n_samples_per_prompt": group_size,
         "num_engines": num_engines,
-        "engine_gpus": engines.tp_size,
+        "eval_engines": eval_engines,
+        "engine_gpus": config.engine.tp_size,
         "trainer_gpus": config.num_ranks,
         "token_s": token_s,
         "request_s": request_s,

@@ -136,6 +136,7 @@ async def start_serving(
             traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
             log=config.run.log_settings(folder.path.name),
             shares_gpus=config.run.colocate,
+            eval_engines=config.rollout.eval.engines or 0,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
@@ -196,7 +197,14 @@ def _gateway_settings(
     if config.engine.seeded_sampling:
         sampling_seed = config.run.seed
     model_name, *model_aliases = config.model.names
+    eval_router = {}
+    if fleet.eval_router is not None:
+        eval_router = {
+            "eval_router_url": fleet.eval_router.url,
+            "eval_router_api_key": fleet.eval_router.api_key,
+        }
     values = {
+        **eval_router,
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
         **config.gateway.model_dump(),
         **asdict(fleet.limits),
@@ -477,7 +485,7 @@ def create_rollouts(
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
-        read_fleet=lambda: serving.fleet.load,
+        read_fleet=lambda: serving.fleet.load.serving(evaluation=False),
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,

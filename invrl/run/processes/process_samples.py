@@ -84,7 +84,7 @@ def process_memory(
     serving: Serving | None, trainer: TrainHandle | None
 ) -> dict[str, int]:
     """Return the resident bytes of the run's processes on this machine: "driver",
-    "gateway", "router", each engine and rank by its name, "buffer", "rollout-workers"
+    "gateway", each router, engine and rank by its name, "buffer", "rollout-workers"
     with their children, "other". Any thread may call this."""
     return resident_memory(
         _process_kinds(serving, trainer), own="driver", others="other", names=_ACTORS
@@ -99,7 +99,8 @@ def _process_kinds(
     kinds: dict[int, str] = {}
     if serving is not None:
         kinds[serving.gateway.process.pid] = "gateway"
-        kinds[serving.fleet.router.pid] = "router"
+        for name, router in serving.fleet.routers.items():
+            kinds[router.pid] = name
         for name, engine in dict(serving.fleet.engines).items():
             if isinstance(engine.server, EngineServer):
                 kinds[engine.server.pid] = name

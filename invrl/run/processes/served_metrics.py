@@ -146,10 +146,10 @@ class ServedMetrics:
         return sources.memory_numbers(process_memory(self._serving, self._trainer))
 
     def _upstreams(self) -> Mapping[str, str]:
-        """Return the addresses of the router's and the engines' own metrics."""
+        """Return the addresses of the routers' and the engines' own metrics."""
         serving = self._serving
         if serving is None:
             return {}
         fleet = serving.fleet.state()
         engines = {name: f"{url}/metrics/" for name, url in fleet.alive.items()}
-        return {"router": fleet.router_metrics_url, **engines}
+        return {**fleet.router_metrics, **engines}

@@ -106,6 +106,30 @@ def _external_engines(config: Config) -> Contradictions:
         yield "weights.transport", reason, fix
 
 
+def _eval_engines(config: Config) -> Contradictions:
+    """Engines that are set aside for evaluation."""
+    evaluation = config.rollout.eval
+    if evaluation.engines is None:
+        return
+    field = "eval.engines"
+    if config.run.debug_train_only:
+        yield field, "with debug_train_only there are no engines", "leave it out"
+    if not evaluation.tasks:
+        reason = "there are no held-out tasks to evaluate on (eval.tasks is not set)"
+        yield field, reason, "set --eval.tasks and --eval.interval, or leave it out"
+    if not evaluation.interval:
+        reason = (
+            "they would have nothing to do during training (eval.interval is not set)"
+        )
+        yield field, reason, "set --eval.interval, or leave it out"
+    if config.run.colocate:
+        reason = "with colocate no rollout for training runs during an evaluation"
+        yield field, reason, "leave it out, or --colocate"
+    if evaluation.engines >= config.engine.total_engines:
+        reason = f"no engine would be left for training: the run has {config.engine.described}"
+        yield field, reason, "lower --eval.engines or raise --num-engines"
+
+
 def _engine_url_fault(url: str) -> str:
     """Return what is wrong with the URL of an engine; "" if nothing is."""
     fault = url_fault(url, "http")
@@ -223,6 +247,6 @@ def _colocate(config: Config) -> Contradictions:
         )
 
 
-ENGINES = (_engines, _external_engines)
+ENGINES = (_engines, _external_engines, _eval_engines)
 WEIGHTS = (_weights, _colocate)
 """Checks for a run with rollouts."""

@@ -9,10 +9,12 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 import uvloop
+from pydantic import SecretStr
 
 from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
@@ -56,7 +58,15 @@ def serve(
     store = RunStoreWriter(
         Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s
     )
-    fleet = _fleet_client(settings, newest_version, on_wrong_reply)
+    make_client = partial(_engine_client, settings, newest_version, on_wrong_reply)
+    fleet = make_client(settings.router_url, settings.router_api_key, name="the fleet")
+    eval_engines = None
+    if settings.eval_router_url is not None:
+        eval_engines = make_client(
+            settings.eval_router_url,
+            settings.eval_router_api_key,
+            name="the engines for evaluation",
+        )
     traces = open_traces(
         settings.otel_endpoint, service="invrl-gateway", run=settings.run_id
     )
@@ -66,17 +76,23 @@ def serve(
             beat()
             await asyncio.sleep(beat_interval_s(settings.heartbeat_timeout_s))
 
+    async def close_clients() -> None:
+        await fleet.close()
+        if eval_engines is not None:
+            await eval_engines.close()
+
     async def run() -> None:
         beating = asyncio.create_task(beat_forever())
         app = make_app(
             settings,
             sampler=fleet,
+            eval_sampler=eval_engines,
             renderer=renderer,
             parsers=parsers,
             store=store,
             place=place,
             traces=traces,
-            on_shutdown=fleet.close,
+            on_shutdown=close_clients,
             ending=lambda: server.should_exit,
             run_ended=run_ended,
             read_fleet=read_fleet,
@@ -115,22 +131,27 @@ def serve(
         traces.close()
 
 
-def _fleet_client(
+def _engine_client(
     settings: GatewaySettings,
     newest_version: Callable[[], WeightVersion],
     on_wrong_reply: Callable[[], object],
+    router_url: str,
+    router_api_key: SecretStr | None,
+    *,
+    name: str,
 ) -> SglangClient:
+    """Return the client of the engines behind a router."""
     api_key = ""
-    if settings.router_api_key is not None:
-        api_key = settings.router_api_key.get_secret_value()
+    if router_api_key is not None:
+        api_key = router_api_key.get_secret_value()
     experts = ExpertsShape.of(settings.model_path) if settings.record_experts else None
     return SglangClient(
-        settings.router_url,
+        router_url,
         limits=EngineLimits(
             vocab_size=settings.vocab_size, context_length=settings.context_length
         ),
         api_key=api_key,
-        name="the fleet",
+        name=name,
         generate_deadline_s=settings.session.generate_timeout_s,
         experts=experts,
         newest_version=newest_version,

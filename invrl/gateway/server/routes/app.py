@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def make_app(
     settings: GatewaySettings,
     *,
     sampler: Sampler,
+    eval_sampler: Sampler | None = None,
     renderer: Renderer,
     parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
@@ -107,19 +109,27 @@ def make_app(
     run_ended: Callable[[], bool] = lambda: False,
     read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
 ) -> FastAPI:
-    """Make the application. `place` is that of the worker; sessions of this worker that
-    are open in the store continue. `on_shutdown` is awaited after the last request.
+    """Make the application. `eval_sampler` samples in evaluation sessions; None:
+    `sampler` does. `place` is that of the worker; sessions of this worker that are open
+    in the store continue. `on_shutdown` is awaited after the last request.
     `ending`: whether the server shuts down, which ends waiting requests. `run_ended`:
     whether the run whose tasks environments lease is over. `read_fleet` returns the
     newest load of the engines."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
-    gate = _make_gate(settings, registry, read_fleet)
-    if gate is not None:
-        sampler = GatedSampler(sampler, gate)
+    samplers = [sampler] if eval_sampler is None else [sampler, eval_sampler]
+    gates = _make_gates(
+        settings, registry, read_fleet, sets_engines_aside=eval_sampler is not None
+    )
+    if gates:
+        samplers = [
+            GatedSampler(sampler, gate)
+            for sampler, gate in zip(samplers, gates, strict=True)
+        ]
     turns = Turns(
-        sampler=sampler,
+        sampler=samplers[0],
+        eval_sampler=samplers[-1],
         renderer=renderer,
         parsers=parsers,
         store=store,
@@ -141,7 +151,7 @@ def make_app(
         registry=registry,
         lifecycle=lifecycle,
         turns=turns,
-        gate=gate,
+        gates=gates,
         loop_lag=loop_lag,
         requests=requests,
         peers=peers,
@@ -153,8 +163,7 @@ def make_app(
             asyncio.create_task(lifecycle.expire_forever()),
             asyncio.create_task(loop_lag.measure()),
         ]
-        if gate is not None:
-            tasks.append(asyncio.create_task(gate.follow()))
+        tasks += [asyncio.create_task(gate.follow()) for gate in gates]
         yield
         for task in tasks:
             task.cancel()
@@ -222,21 +231,45 @@ def _make_registry(
     return registry
 
 
-def _make_gate(
+def _make_gates(
     settings: GatewaySettings,
     registry: SessionRegistry,
     read_fleet: Callable[[], FleetSnapshot],
-) -> Gate | None:
+    *,
+    sets_engines_aside: bool,
+) -> list[Gate]:
+    """Return the gate of all sessions. If engines are set aside for evaluation, return
+    the gate of all other sessions, and then that of evaluation. Empty without a
+    policy."""
     if settings.gate is None:
-        return None
-    return Gate(
+        return []
+    make_gate = partial(
+        Gate,
         gate_policy(settings.gate.policy),
         max_hold_s=settings.gate.max_hold_s,
-        open_sessions=registry.open_records,
-        read_fleet=read_fleet,
         share=lambda: registry.share,
         sends_priority=settings.priority_scheduling,
     )
+    if not sets_engines_aside:
+        return [make_gate(open_sessions=registry.open_records, read_fleet=read_fleet)]
+
+    def open_sessions(evaluation: bool) -> list[SessionRecord]:
+        return [
+            record
+            for record in registry.open_records()
+            if (record.session.purpose == "eval") == evaluation
+        ]
+
+    def read_engines(evaluation: bool) -> FleetSnapshot:
+        return read_fleet().serving(evaluation=evaluation)
+
+    return [
+        make_gate(
+            open_sessions=partial(open_sessions, evaluation),
+            read_fleet=partial(read_engines, evaluation),
+        )
+        for evaluation in (False, True)
+    ]
 
 
 def _make_lifecycle(

@@ -1,6 +1,6 @@
 """The gateway's metrics: counts of one worker, and of all workers together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class GatewayMetrics:
     registry: SessionRegistry
     lifecycle: Lifecycle
     turns: Turns
-    gate: Gate | None
+    gates: Sequence[Gate]
     loop_lag: LoopLag
     requests: RequestCounts
     peers: Peers
@@ -52,8 +52,12 @@ class GatewayMetrics:
                 "all": turns["turns"].get("prompt_tokens", 0),
             },
         }
-        if self.gate is not None:
-            worker["gate"] = self.gate.metrics()
+        if self.gates:
+            numbers = [gate.metrics() for gate in self.gates]
+            worker["gate"] = {
+                name: sum(gate_numbers[name] for gate_numbers in numbers)
+                for name in numbers[0]
+            }
         return {
             "run_id": self.settings.run_id,
             "tokens": tokens,
