@@ -37,6 +37,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that report their load, by name."""
     silent: tuple[str, ...] = ()
     """Engines that have never reported it."""
+    held_turns: int = 0
+    """Turns that the gate holds. 0 in what a policy of the gate reads."""
 
     def engine_of(self, instance: str | None) -> str | None:
         """Return the engine whose replies have this name. The only engine of a fleet
@@ -65,6 +67,8 @@ class LiveSession:
     engine: str | None
     """Engine of its last turn, or the only one; None before the first turn, and if that
     engine has left."""
+    is_held: bool = False
+    """Whether its next turn has been held: others may have taken its cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

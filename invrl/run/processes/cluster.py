@@ -29,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
+
 from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
 from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.buffer.process.buffer_actor import BufferActor
@@ -136,6 +138,7 @@ async def start_serving(
             traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
             log=config.run.log_settings(folder.path.name),
             shares_gpus=config.run.colocate,
+            by_priority=config.uses_priority_scheduling,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
@@ -457,6 +460,7 @@ def create_rollouts(
 ) -> RolloutHandle:
     """Create the rollout workers and the dispatcher. Without a buffer they only
     evaluate."""
+    gate = config.gateway.gate
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)
@@ -474,7 +478,10 @@ def create_rollouts(
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
-        read_fleet=lambda: serving.fleet.load,
+        read_fleet=lambda: structs.replace(
+            serving.fleet.load, held_turns=serving.gateway.held_turns
+        ),
+        max_hold_s=None if gate is None else gate.max_hold_s,
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,

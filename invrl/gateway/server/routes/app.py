@@ -106,16 +106,18 @@ def make_app(
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
     read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
+    note_held_turns: Callable[[int], None] = lambda _: None,
 ) -> FastAPI:
     """Make the application. `place` is that of the worker; sessions of this worker that
     are open in the store continue. `on_shutdown` is awaited after the last request.
     `ending`: whether the server shuts down, which ends waiting requests. `run_ended`:
     whether the run whose tasks environments lease is over. `read_fleet` returns the
-    newest load of the engines."""
+    newest load of the engines. `note_held_turns` is called with the number of turns
+    that the gate holds."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
-    gate = _make_gate(settings, registry, read_fleet)
+    gate = _make_gate(settings, registry, read_fleet, note_held_turns)
     if gate is not None:
         sampler = GatedSampler(sampler, gate)
     turns = Turns(
@@ -226,6 +228,7 @@ def _make_gate(
     settings: GatewaySettings,
     registry: SessionRegistry,
     read_fleet: Callable[[], FleetSnapshot],
+    note_held_turns: Callable[[int], None],
 ) -> Gate | None:
     if settings.gate is None:
         return None
@@ -236,6 +239,7 @@ def _make_gate(
         read_fleet=read_fleet,
         share=lambda: registry.share,
         sends_priority=settings.priority_scheduling,
+        note_held_turns=note_held_turns,
     )
 
 
