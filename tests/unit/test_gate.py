@@ -580,7 +580,7 @@ async def test_stream_of_a_held_turn_gets_keep_alives(
         metrics = (await gateway.env("/metrics")).json()
         worker = metrics["workers"]["0"]
         assert worker["gate"]["turns_held"] == 1
-        assert worker["gate"]["seconds_held"] >= 0.3
+        assert worker["gate"]["seconds_held"] > 0.0
         [turn] = gateway.turns(session)
         assert turn.session_id == session.id
 

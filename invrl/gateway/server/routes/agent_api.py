@@ -156,7 +156,10 @@ class AgentEndpoint:
             _log.info("session %s: the run overrides %s", record.session.id, names)
         if request.turn.stream:
             return await self._stream(client, request, sources, headers)
-        async with _blanks(client, {**headers, **_JSON}, self.settings.keep_alive_s):
+        blanks = contextlib.nullcontext()
+        if self.settings.gate is not None:
+            blanks = _blanks(client, {**headers, **_JSON}, self.settings.keep_alive_s)
+        async with blanks:
             answers = [await source.answer() for source in sources]
         answer = self.dialect.answer(request, answers)
         if client.started:
@@ -251,9 +254,9 @@ async def _blanks(
     client: ClientConnection, headers: dict[str, str], keep_alive_s: float
 ) -> AsyncIterator[None]:
     """While the block waits for a JSON answer: after `_QUIET_INTERVALS` send its head
-    and a blank, which JSON ignores, and a blank after every further `keep_alive_s`. A
-    client that hears nothing for its time-out gives up and asks again. The head fixes
-    the status, so it waits longer than that of a stream."""
+    and a blank, which JSON ignores, and a blank after every further `keep_alive_s`. The
+    client of a turn that is held for long would otherwise give up and ask again. The
+    head fixes the status, so it waits longer than that of a stream."""
     has_answer = asyncio.Event()
     writing: list[asyncio.Task[None]] = []
 
