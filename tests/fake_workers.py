@@ -60,7 +60,7 @@ class FakeWorker:
     async def ready(self, deadline_s):
         return None
 
-    async def run(self, assignment, deadline_s):
+    async def run(self, assignment):
         self.given.append(assignment.task.id)
         does = assignment.task.id.split("-")[0]
         if does == "die":
@@ -105,7 +105,7 @@ class Aborts:
         return failed(session, reason, detail)
 
 
-async def started_pool(size=1, make=FakeWorker):
+async def started_pool(size=1, make=FakeWorker, **settings):
     workers = []
     aborts = Aborts()
 
@@ -113,7 +113,8 @@ async def started_pool(size=1, make=FakeWorker):
         workers.append(make(name))
         return workers[-1]
 
-    pool = WorkerPool(make_worker, aborts, size=size, run_timeout_s=1.0)
+    settings = {"run_timeout_s": 1.0, **settings}
+    pool = WorkerPool(make_worker, aborts, size=size, **settings)
     await pool.start()
     return pool, workers, aborts
 

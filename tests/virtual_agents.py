@@ -55,6 +55,22 @@ class Agents:
         return int(self.slots * self.mean_tokens / self.over_subscription)
 
 
+def drawn_agents(seed: int) -> Agents:
+    """Draw a workload: agents, turns, tokens, tools and the size of the KV cache."""
+    random = np.random.default_rng(seed)
+    slots = int(random.integers(16, 33))
+    return Agents(
+        slots=slots,
+        agents=slots * 3 // 2,
+        group_size=int(random.choice([1, 4, 8])),
+        turns=int(random.integers(15, 60)),
+        tool_tokens=int(random.integers(500, 4000)),
+        sampled_tokens=int(random.integers(100, 800)),
+        tool_s=float(random.uniform(1, 20)),
+        over_subscription=float(random.uniform(2, 10)),
+    )
+
+
 class CachingEngine:
     """An engine with a KV cache. It evicts the prefixes that were used least recently,
     computes one prompt at a time, and lets requests wait while others fill the cache."""

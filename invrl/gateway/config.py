@@ -99,7 +99,7 @@ class GateConfig(Section):
         "module:name of a function (fleet, sessions) -> plans",
     )
     max_hold_s: PositiveFloat = Field(
-        300.0, description="seconds after which a held turn is sampled all the same"
+        1200.0, description="seconds after which a held turn is sampled all the same"
     )
 
 

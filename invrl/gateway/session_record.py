@@ -56,8 +56,8 @@ class SessionRecord(StoredSession):
     """Last refused requests: status, code and message of each, without repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
     held_s: float = 0.0
-    """Seconds for which the gate held its turns, which its time to live does not
-    count."""
+    """Seconds for which the gate held turns of it or its children. Neither its time to
+    live nor the deadline of its rollout counts them."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of how requests continued the recording: match levels, tokens of kept
     thinking and of forked prompts."""
@@ -85,6 +85,13 @@ class SessionRecord(StoredSession):
         while record.parent is not None:
             record = record.parent
         return record
+
+    def ancestry(self) -> Iterator[SessionRecord]:
+        """Yield this session, its parent, and so on up to the root of the family."""
+        record: SessionRecord | None = self
+        while record is not None:
+            yield record
+            record = record.parent
 
     def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
         """Yield this session and its descendants. `finished`: without those that were

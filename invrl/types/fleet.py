@@ -39,6 +39,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that have never reported it."""
     eval_engines: tuple[str, ...] = ()
     """Names of the engines that are set aside for evaluation."""
+    held_turns: int = 0
+    """Turns that the gate holds. 0 in what a policy of the gate reads."""
 
     def serving(self, *, evaluation: bool) -> "FleetSnapshot":
         """Return the engines that are set aside for evaluation, or the others."""
@@ -78,6 +80,8 @@ class LiveSession:
     engine: str | None
     """Engine of its last turn, or the only one; None before the first turn, and if that
     engine has left."""
+    is_held: bool = False
+    """Whether its next turn has been held: others may have taken its cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

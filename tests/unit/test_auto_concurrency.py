@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from msgspec import structs
 
 from invrl.rollout.dispatch.auto_concurrency import AutoConcurrency
 from invrl.types.fleet import EngineLoad, FleetSnapshot
@@ -64,6 +65,17 @@ def test_concurrency_starts_at_the_constant_and_stays_without_figures() -> None:
     for snapshot in (FleetSnapshot(), blind):
         for _ in range(100):
             assert concurrency.update(snapshot, running=32) == 32
+
+
+def test_concurrency_does_not_rise_while_the_gate_holds_turns() -> None:
+    """Their sessions fill the caches, although their tokens are in no running
+    request."""
+    concurrency = AutoConcurrency(32, most=1024)
+    room = fleet(0.1)
+    for _ in range(100):
+        limit = concurrency.update(structs.replace(room, held_turns=1), running=32)
+        assert limit == 32
+    assert concurrency.update(room, running=32) == 33
 
 
 def test_concurrency_is_never_below_one() -> None:

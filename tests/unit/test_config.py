@@ -583,12 +583,6 @@ def test_configuration_is_frozen() -> None:
             "admits 500",
             "raise --session.max-open to 1024",
         ),
-        (
-            ["--gate"],
-            "gate.max_hold_s",
-            "a held turn counts",
-            "--rollout-timeout-s",
-        ),
         (["--gate.max-hold-s", "0"], "gate.max_hold_s", "greater than 0", "seconds"),
         (["--gate.policy="], "gate.policy", "at least 1", "gate.policy"),
         (
@@ -788,6 +782,31 @@ def test_passed_through_values_keep_their_written_type() -> None:
 def test_configuration_sections_are_documented() -> None:
     assert set(SECTIONS) | set(UPSTREAM) == set(Config.model_fields)
     assert resolve(Source(name="test", tables={"run": {"seed": 3}})).run.seed == 3
+
+
+def test_gate_has_defaults_that_go_together() -> None:
+    config = from_flags("--gate")
+    assert config.gateway.gate is not None
+    assert config.gateway.gate.policy == "program"
+
+
+@pytest.mark.parametrize(
+    ("flags", "by_priority"),
+    [
+        ([], False),
+        (["--gate"], True),
+        (["--sglang-enable-priority-scheduling"], False),
+        (["--gate", "--sglang-schedule-policy", "lof"], True),
+        (["--gate", "--sglang-schedule-policy", "lpm"], False),
+        (["--gate", "--sglang-enable-metrics"], False),
+        (["--gate", "--sglang-enable-metrics", "false"], True),
+        (["--gate", "--sglang-schedule-low-priority-values-first"], False),
+    ],
+)
+def test_engines_schedule_by_priority_with_a_gate(
+    flags: list[str], by_priority: bool
+) -> None:
+    assert from_flags(*flags).uses_priority_scheduling is by_priority
 
 
 def test_seeded_sampling_needs_its_attention_backends() -> None:

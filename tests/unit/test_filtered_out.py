@@ -302,6 +302,9 @@ def test_wait_message_names_failures_and_running_rollouts() -> None:
     assert "no group has finished: failures are shown above" in text
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
     assert "a rollout fails after --rollout-timeout-s 300" in text
+    assert "the gate" not in text
+    gated = waiting(buffer, replace(DEADLINES, has_gate=True))
+    assert "does not count the time for which the gate holds its turns" in gated
 
 
 def outside_text(outside: ExternalWaits, idle_s: float = 900.0) -> str:

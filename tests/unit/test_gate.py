@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.load_watch import LoadWatch
 from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER, NamedReplies
 from invrl.errors import PluginError, ServerError
-from invrl.gateway.gate.gate import Gate, GatedSampler
+from invrl.gateway.gate.gate import _REVIEW_PAUSE_S, Gate, GatedSampler
 from invrl.gateway.gate.policies import gate_policy, program
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.session_record import SessionRecord
@@ -95,6 +95,15 @@ def test_held_turn_passes_once_an_older_session_has_ended() -> None:
     young = live("young", 600, group=2)
     assert program(fleet_of(1000), [live("old", 500), young]) == {"young": HOLD}
     assert program(fleet_of(1000), [young]) == {}
+
+
+def test_held_session_gets_a_place_only_with_room_for_growth() -> None:
+    old = live("old", 500, "idle", group=1)
+    fits = live("young", 350, group=2)
+    assert program(fleet_of(1000), [old, fits]) == {}
+    held = replace(fits, is_held=True)
+    assert program(fleet_of(1000), [old, held]) == {"young": HOLD}
+    assert program(fleet_of(1000), [old, replace(held, tokens=300)]) == {}
 
 
 def test_younger_session_does_not_take_the_room_that_a_held_one_waits_for() -> None:
@@ -209,6 +218,7 @@ class Gated:
     fleet: FleetSnapshot = field(default_factory=lambda: fleet_of(1000))
     max_hold_s: float = 60.0
     share: float = 1.0
+    held_turns: list[int] = field(default_factory=list)
     sends_priority: bool = False
     records: list[SessionRecord] = field(
         default_factory=lambda: [
@@ -226,6 +236,7 @@ class Gated:
             read_fleet=lambda: self.fleet,
             share=lambda: self.share,
             sends_priority=self.sends_priority,
+            note_held_turns=self.held_turns.append,
         )
         self.sampler = GatedSampler(self.engines, self.gate)
 
@@ -242,8 +253,75 @@ def test_held_turn_is_sampled_after_the_longest_hold() -> None:
     gated = Gated(hold_all, max_hold_s=60.0)
     gated.run(gated.sampler.generate(request_of("a")))
     assert gated.engines.ended_at == [61.0]
-    assert gated.gate.metrics() == {"turns_held": 1, "seconds_held": 60.0}
-    assert [record.held_s for record in gated.records] == [60.0, 0.0, 0.0]
+    held_s = 60.0 - _REVIEW_PAUSE_S
+    assert gated.gate.metrics() == {
+        "turns_held": 1,
+        "seconds_held": pytest.approx(held_s),
+    }
+    assert [record.held_s for record in gated.records] == [
+        pytest.approx(held_s),
+        0.0,
+        0.0,
+    ]
+
+
+def test_time_of_a_held_turn_is_counted_while_it_is_held() -> None:
+    gated = Gated(hold_all)
+
+    async def work() -> None:
+        held = asyncio.create_task(gated.sampler.generate(request_of("b")))
+        await asyncio.sleep(30.5)
+        assert gated.records[1].held_s == pytest.approx(30.0, abs=0.1)
+        await held
+
+    gated.run(work())
+
+
+def test_parent_of_two_sessions_that_are_held_at_a_time_is_held_once() -> None:
+    gated = Gated(hold_all)
+    parent, *children = gated.records
+    for child in children:
+        child.parent = parent
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as turns:
+            for session_id in "bc":
+                turns.create_task(gated.sampler.generate(request_of(session_id)))
+
+    gated.run(work())
+    held_s = pytest.approx(60.0 - _REVIEW_PAUSE_S)
+    assert [record.held_s for record in gated.records] == [held_s] * 3
+
+
+def test_number_of_held_turns_is_noted() -> None:
+    gated = Gated(hold_all, max_hold_s=10.0)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as turns:
+            for session_id in "ab":
+                turns.create_task(gated.sampler.generate(request_of(session_id)))
+        await asyncio.sleep(2.0)
+
+    gated.run(work())
+    assert max(gated.held_turns) == 2
+    assert gated.held_turns[-1] == 0
+
+
+def test_retry_of_a_client_that_disconnected_does_not_begin_a_new_hold() -> None:
+    gated = Gated(hold_all, max_hold_s=60.0)
+
+    async def work() -> None:
+        first = asyncio.create_task(gated.sampler.generate(request_of("a")))
+        await asyncio.sleep(40.0)
+        first.cancel()
+        await asyncio.sleep(5.0)
+        await gated.sampler.generate(request_of("a"))
+        await gated.sampler.generate(request_of("a"))
+
+    gated.run(work())
+    # The next turn has a whole hold again.
+    assert gated.engines.ended_at == [61.0, 122.0]
+    assert gated.gate.metrics()["turns_held"] == 2
 
 
 def test_turn_that_is_not_held_counts_as_such() -> None:
@@ -502,7 +580,7 @@ async def test_stream_of_a_held_turn_gets_keep_alives(
         metrics = (await gateway.env("/metrics")).json()
         worker = metrics["workers"]["0"]
         assert worker["gate"]["turns_held"] == 1
-        assert worker["gate"]["seconds_held"] >= 0.3
+        assert worker["gate"]["seconds_held"] > 0.0
         [turn] = gateway.turns(session)
         assert turn.session_id == session.id
 

@@ -65,6 +65,17 @@ def test_heartbeat_page_also_holds_the_end_of_the_run(page: HeartbeatPage):
     assert [page.hung(place) for place in PLACES] == [1, 1]
 
 
+def test_turns_that_the_workers_hold_add_up_until_a_worker_is_replaced(
+    page: HeartbeatPage,
+):
+    page.note_held_turns(PLACES[0], 3)
+    page.note_held_turns(PLACES[1], 4)
+    assert page.held_turns() == 7
+    page.start_over(PLACES[0])
+    assert page.held_turns() == 4
+    assert not page.run_has_ended()
+
+
 def test_only_a_process_without_beats_is_silent_after_its_timeout(page: HeartbeatPage):
     watch, clock = watched(page)
     for place in PLACES:

@@ -361,6 +361,22 @@ def test_engine_on_a_shared_gpu_leaves_a_fifth_of_the_memory_by_default() -> Non
         sglang_flags({"enable-memory-saver": True})
 
 
+def test_engine_that_schedules_by_priority_preempts_nothing() -> None:
+    def of_run(*, by_priority: bool) -> argparse.Namespace:
+        flags = flags_of_run(
+            {}, in_place=False, record_experts=False, by_priority=by_priority
+        )
+        return sglang_args.sglang_parser().parse_args(flags)
+
+    assert of_run(by_priority=False).enable_priority_scheduling is False
+    options = of_run(by_priority=True)
+    assert options.enable_priority_scheduling is True
+    assert options.disable_priority_preemption is True
+    # SGLang's defaults, which the priorities rely on.
+    assert options.schedule_low_priority_values_first is False
+    assert options.schedule_policy == "fcfs"
+
+
 def test_alias_of_a_refused_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="sets this itself"):
         sglang_flags({"tensor-parallel-size": "2"})

@@ -75,6 +75,7 @@ class Fleet:
         traces_endpoint: str = "",
         log: LogSettings | None = None,
         shares_gpus: bool = False,
+        by_priority: bool = False,
         parent: ForkParent | None = None,
         eval_engines: int = 0,
     ) -> None:
@@ -89,7 +90,8 @@ class Fleet:
         each token. `external_key`: that of external engines. `traces_endpoint`: where
         the engines that start here send their spans to; "": nowhere. `log`: how engines
         that start here log; None for the defaults. `shares_gpus`: with the trainer, by
-        turns; engines then start one after the other. `parent`: forks the engines, and
+        turns; engines then start one after the other. `by_priority`: the engines sample
+        requests with a larger priority first. `parent`: forks the engines, and
         is its owner's to stop; None for one of the fleet's own, where engines can be
         forked. `eval_engines`: number of the last engines, which serve evaluation only.
         """
@@ -116,6 +118,7 @@ class Fleet:
             traces_endpoint=traces_endpoint,
             log=log,
             shares_gpus=shares_gpus,
+            by_priority=by_priority,
             parent=parent,
         )
         self.limits = self._launcher.limits

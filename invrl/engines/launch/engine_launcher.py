@@ -49,6 +49,7 @@ class EngineLauncher:
         traces_endpoint: str,
         log: LogSettings | None,
         shares_gpus: bool,
+        by_priority: bool,
         parent: ForkParent | None,
     ) -> None:
         """Starts the process that forks engines, unless `parent` does. The parameters
@@ -66,6 +67,7 @@ class EngineLauncher:
             record_experts=record_experts,
             traces_endpoint=traces_endpoint,
             shares_gpu=shares_gpus and count_gpus() > 0,
+            by_priority=by_priority,
         )
         self._traits = wanted_traits(
             config, model_path, in_place=in_place, record_experts=record_experts

@@ -232,11 +232,13 @@ def flags_of_run(
     record_experts: bool,
     traces_endpoint: str = "",
     shares_gpu: bool = False,
+    by_priority: bool = False,
 ) -> list[str]:
     """Return `sglang_flags` and the flags that a run's settings need. `in_place`:
     requests continue in place while weights change. `record_experts`: engines keep the
     experts that computed each token. `traces_endpoint`: target of the engines' spans;
-    "": none. `shares_gpu`: with the trainer, in turns."""
+    "": none. `shares_gpu`: with the trainer, in turns. `by_priority`: requests with a
+    larger priority are sampled first."""
     flags = sglang_flags(options) + span_flags(traces_endpoint)
     if shares_gpu:
         flags = [*_SHARED_GPU, *flags]  # the user's options come later and win
@@ -246,6 +248,10 @@ def flags_of_run(
         # A step that is computed while the previous results are read would still be in
         # flight when the weights change, and its tokens would bear the new version.
         flags.append("--disable-overlap-schedule")
+    if by_priority:
+        # Preemption would take the KV cache of running requests of younger groups, which
+        # then compute everything again.
+        flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
     return flags
 
 

@@ -46,7 +46,6 @@ class _Waiting:
     tokens: int
     """Tokens of its prompt."""
     plan: asyncio.Future[TurnPlan]
-    was_held: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +62,11 @@ class _Place:
     """Last turn that passed. The ids of its further attempts begin with it."""
     num_running: int = 0
     waiting: list[_Waiting] = field(default_factory=list)
+    waiting_since: float | None = None
+    """Time at which its next turn came to the gate. It and the next field outlive a
+    client that disconnects: the client's retry does not begin a new hold."""
+    is_held: bool = False
+    """Whether its next turn has been held."""
 
 
 class Gate:
@@ -77,22 +81,27 @@ class Gate:
         read_fleet: Callable[[], FleetSnapshot],
         share: Callable[[], float] = lambda: 1.0,
         sends_priority: bool = False,
+        note_held_turns: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`open_sessions`: of this worker. `read_fleet`: returns the newest load of the
         engines. `share`: this worker's share of the gateway's sessions.
-        `sends_priority`: engines sample requests of older groups first."""
+        `sends_priority`: engines sample requests of older groups first.
+        `note_held_turns` is called with the number of turns that are held."""
         self._policy: GatePolicy | None = policy
         self._max_hold_s = max_hold_s
         self._open_sessions = open_sessions
         self._read_fleet = read_fleet
         self._share = share
         self._sends_priority = sends_priority
+        self._note_held_turns = note_held_turns
         self._fleet = read_fleet()
         self._places: dict[str, _Place] = {}
         self._keys: dict[str, str] = {}
         """Key that the router sends to each engine, by the engine's instance."""
         self._review: asyncio.TimerHandle | None = None
         self._reported_blind: set[str] = set()
+        self._counted_at = 0.0
+        """Time up to which the time of held turns has been counted."""
         self.turns_held = 0
         self.seconds_held = 0.0
 
@@ -115,8 +124,11 @@ class Gate:
         session_id = request.routing_key
         place = self._places.setdefault(session_id, _Place())
         if place.turn_id is None or not request.rid.startswith(place.turn_id):
-            plan = await self._wait(session_id, place, len(request.input_ids_T))
+            plan = await self._wait(place, len(request.input_ids_T))
             place.turn_id = request.rid
+            place.waiting_since = None
+            self.turns_held += place.is_held
+            place.is_held = False
             if plan.engine is not None:
                 place.routing_key = self._key_of(plan.engine)
         turn = GatedTurn(
@@ -138,31 +150,46 @@ class Gate:
                 self._keep_key(turn.request.routing_key, turn.instance)
             self._review_soon()
 
-    async def _wait(self, session_id: str, place: _Place, tokens: int) -> TurnPlan:
-        """Wait until the policy lets the turn pass, at most `max_hold_s`. A session that
-        already samples is not held."""
+    async def _wait(self, place: _Place, tokens: int) -> TurnPlan:
+        """Wait until the policy lets the turn pass, at most `max_hold_s` after the
+        first try of the session's next turn. A session that already samples is not
+        held."""
         if self._policy is None or place.num_running:
             return _PASS
         loop = asyncio.get_running_loop()
         waiting = _Waiting(tokens, loop.create_future())
         place.waiting.append(waiting)
+        if place.waiting_since is None:
+            place.waiting_since = loop.time()
         self._review_soon()
-        began_at = loop.time()
-        limit = loop.call_later(self._max_hold_s, _resolve, waiting.plan, _PASS)
+        passes_at = place.waiting_since + self._max_hold_s
+        limit = loop.call_at(passes_at, _resolve, waiting.plan, _PASS)
         try:
             return await waiting.plan
         finally:
             limit.cancel()
+            self._count_held()
             place.waiting.remove(waiting)
-            if waiting.was_held:
-                self._count_held(session_id, loop.time() - began_at)
 
-    def _count_held(self, session_id: str, seconds: float) -> None:
-        self.turns_held += 1
-        self.seconds_held += seconds
-        for record in self._open_sessions():
-            if record.session.id == session_id:
-                record.held_s += seconds
+    def _count_held(self) -> None:
+        """Count the time since the last call for the sessions whose turns are held, and
+        for their parents."""
+        now = asyncio.get_running_loop().time()
+        elapsed_s = now - self._counted_at
+        self._counted_at = now
+        held = {
+            session_id
+            for session_id, place in self._places.items()
+            if place.is_held and place.waiting
+        }
+        self._note_held_turns(len(held))
+        self.seconds_held += len(held) * elapsed_s
+        waits: dict[str, SessionRecord] = {}
+        for record in self._open_sessions() if held else ():
+            if record.session.id in held:
+                waits |= {one.session.id: one for one in record.ancestry()}
+        for record in waits.values():
+            record.held_s += elapsed_s
 
     def _review_soon(self) -> None:
         if self._review is None:
@@ -172,6 +199,7 @@ class Gate:
     def _decide(self) -> None:
         """Let those waiting turns pass that the policy does not hold."""
         self._review = None
+        self._count_held()
         records = self._open_sessions()
         self._forget_closed(records)
         if not any(place.waiting for place in self._places.values()):
@@ -179,11 +207,11 @@ class Gate:
         plans = self._ask_policy(records)
         for session_id, place in self._places.items():
             plan = plans.get(session_id, _PASS)
+            if plan.hold and place.waiting:
+                place.is_held = True
+                continue
             for waiting in place.waiting:
-                if plan.hold:
-                    waiting.was_held = True
-                else:
-                    _resolve(waiting.plan, plan)
+                _resolve(waiting.plan, plan)
 
     def _forget_closed(self, records: Sequence[SessionRecord]) -> None:
         """Forget sessions that are closed and sample nothing."""
@@ -251,6 +279,7 @@ class Gate:
                     state=state,
                     tokens=tokens,
                     engine=self._fleet.engine_of(place.instance),
+                    is_held=place.is_held,
                 )
             )
         return sessions

@@ -3,12 +3,16 @@
 from collections.abc import Mapping, Sequence
 
 from invrl.interfaces import GatePolicy
-from invrl.types.fleet import FleetSnapshot, LiveSession, TurnPlan
+from invrl.types.fleet import EngineLoad, FleetSnapshot, LiveSession, TurnPlan
 from invrl.user_code.plugins import load_plugin
 
 _PLACED_SHARE = 0.9
 """Share of a KV cache that sessions get places in. The rest is for the tokens that their
 next turns add."""
+_GROWTH_SHARE = 0.1
+"""Share of a KV cache that must be free in addition to the place that a held session
+gets. Otherwise those that already have places would soon take it back, and the session
+would have computed its whole prompt for a few turns."""
 
 
 def program(
@@ -18,9 +22,10 @@ def program(
     KV cache: first those that run, then the others by the age of their group. A waiting
     session without a place moves to another engine that has room, or is held.
 
-    Once a session finds no place, younger ones of its engine find none either: they
-    would fill the room that it waits for. The order does not depend on what sessions do
-    or how large they are, because each change of it costs a cache."""
+    A held session gets a place only with room for growth. Once a session finds no
+    place, younger ones of its engine find none either: they would fill the room that it
+    waits for. The order does not depend on what sessions do or how large they are,
+    because each change of it costs a cache."""
     room = {
         name: int(_PLACED_SHARE * load.kv_tokens)
         for name, load in fleet.engines.items()
@@ -35,7 +40,7 @@ def program(
         elif home not in room:
             continue  # its engine reports no load
         elif (
-            session.tokens <= room[home]
+            _needed(session, fleet.engines[home]) <= room[home]
             or session.state == "running"
             or home in unused  # else a very large session would never pass
         ):
@@ -49,13 +54,21 @@ def program(
         if session.state != "waiting" or not room:
             continue
         emptiest = max(room, key=room.__getitem__)
-        if session.tokens <= room[emptiest] or emptiest in unused:
+        needed = _needed(session, fleet.engines[emptiest])
+        if needed <= room[emptiest] or emptiest in unused:
             room[emptiest] = max(0, room[emptiest] - session.tokens)
             unused.discard(emptiest)
             plans[session.id] = TurnPlan(engine=emptiest)
         else:
             plans[session.id] = TurnPlan(hold=True)
     return plans
+
+
+def _needed(session: LiveSession, load: EngineLoad) -> int:
+    """Return the free tokens that a session needs to get a place."""
+    if session.is_held and load.kv_tokens:
+        return session.tokens + int(_GROWTH_SHARE * load.kv_tokens)
+    return session.tokens
 
 
 def _precedence(session: LiveSession) -> tuple[bool, float, str, str]:

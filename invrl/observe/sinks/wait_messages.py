@@ -31,6 +31,7 @@ class Deadlines:
     filtered_out: str
     lease_timeout_s: float = 0.0
     session_idle_timeout_s: float = 0.0
+    has_gate: bool = False
 
 
 class CurrentPhase(Sink):
@@ -195,7 +196,12 @@ def _describe_longest_wait(report: WaitReport, deadlines: Deadlines) -> str:
     )
     if report.outside is not None:
         return f"{text}. {_describe_environments(report.outside, deadlines)}"
-    return f"{text}; a rollout fails after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
+    text += (
+        f"; a rollout fails after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
+    )
+    if deadlines.has_gate:
+        text += ", which does not count the time for which the gate holds its turns"
+    return text
 
 
 def _describe_environments(outside: ExternalWaits, deadlines: Deadlines) -> str:

@@ -1,10 +1,10 @@
 """The number of rollouts that run at a time, adapted to the load of the engines.
 
 `AutoConcurrency` is a pure state machine that is updated once a second: additive
-increase while all slots are in use and every engine has room, multiplicative decrease
-while one is full. Invariants: the limit is at least 1 and at most `most`. It rises only
-if it is used up, so it never exceeds the admitted work by more than one step. It falls
-only if the running rollouts are within it, so the effect of a decrease is seen before
+increase while all slots are in use, every engine has room and the gate holds no turn;
+multiplicative decrease while an engine is full. Invariants: the limit is at least 1 and
+at most `most`. It rises only if it is used up, so it never exceeds the admitted work by
+more than one step. It falls only if the running rollouts are within it, so the effect of a decrease is seen before
 the next one. At a load that follows at once it therefore moves within
 [0.75 L, L + engines], where L rollouts fill an engine.
 """
@@ -55,6 +55,7 @@ class AutoConcurrency:
         elif (
             running >= self.limit
             and _has_room(loads)
+            and not fleet.held_turns
             and self._since_rise >= _RISE_UPDATES
         ):
             self._set(self._limit + len(loads))

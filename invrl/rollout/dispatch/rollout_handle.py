@@ -36,7 +36,8 @@ class RolloutHandle:
     do not start run the buffer's leases. `logs` is the folder for the output of the
     workers; None: Ray keeps it. `log` sets what they log; None: user code does.
     `read_fleet` returns the newest load of the engines, for a concurrency that follows
-    it."""
+    it. `max_hold_s`: longest time for which the gate holds a turn; None: there is no
+    gate."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class RolloutHandle:
         logs: Path | None = None,
         log: LogSettings | None = None,
         read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
+        max_hold_s: float | None = None,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -63,6 +65,7 @@ class RolloutHandle:
             gateway_url=gateway_url,
             model=model,
             rollout=config,
+            max_hold_s=max_hold_s,
             python_path=tuple(sys.path),
             log=log,
         )
@@ -78,6 +81,7 @@ class RolloutHandle:
             self._sessions,
             size=config.workers.count,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
+            holds_turns=max_hold_s is not None,
         )
         self._has_workers = external_dispatcher is None or config.eval.tasks is not None
         self._dispatcher: Scheduler | None = external_dispatcher

@@ -28,9 +28,9 @@ import numpy as np
 
 from invrl.errors import DeadlineError, SessionError
 from invrl.host.output.masked_keys import SESSION_KEY_HIDDEN, without_session_keys
-from invrl.host.processes.awake_time import awake_wait
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.rollout.workers.advice import advice_on
+from invrl.rollout.workers.held_time import HeldTime, never_held, wait_unheld
 from invrl.rollout.workers.rewards import (
     Rejected,
     as_result,
@@ -119,17 +119,18 @@ class Runner:
         task: Task,
         endpoints: Sequence[Endpoint],
         dropped: asyncio.Event | None = None,
+        held_s: HeldTime = never_held,
     ) -> list[UserCodeResult]:
         """Call the rollout function and score its return value. Returns one result per
-        endpoint, in order, within the deadline. A function that is not a group form
-        takes exactly one endpoint. Once `dropped` is set, the function is cancelled and
-        the results are GROUP_DROPPED. The detail of a failure never holds a session's
-        key."""
+        endpoint, in order, within the deadline, which does not count `held_s`. A
+        function that is not a group form takes exactly one endpoint. Once `dropped` is
+        set, the function is cancelled and the results are GROUP_DROPPED. The detail of
+        a failure never holds a session's key."""
         run = _Run(task, endpoints)
         if dropped is None:
             dropped = asyncio.Event()
         try:
-            results = await self._results_in_time(run, dropped)
+            results = await self._results_in_time(run, dropped, held_s)
         finally:
             # Only after the threads had their time to end: another run of this worker,
             # ending meanwhile, would report them as stuck.
@@ -137,16 +138,14 @@ class Runner:
         return [_without_keys(result, endpoints) for result in results]
 
     async def _results_in_time(
-        self, run: _Run, dropped: asyncio.Event
+        self, run: _Run, dropped: asyncio.Event, held_s: HeldTime
     ) -> list[UserCodeResult]:
         """Return the results, or the same failure for every endpoint: an exception, the
         drop or the deadline."""
         call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
-            await awake_wait(
-                {call, drop}, self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            known_held_s = await wait_unheld({call, drop}, self._timeout_s, held_s)
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -163,7 +162,10 @@ class Runner:
             if run.threads:
                 await asyncio.wait(run.threads, timeout=_DROP_GRACE_S)
         else:
-            detail = f"no result within {self._timeout_s:g} s; {await _cancel(call)}"
+            limit = f"{self._timeout_s:g} s"
+            if known_held_s:
+                limit += f", besides {known_held_s:.0f} s for which the gate held it"
+            detail = f"no result within {limit}; {await _cancel(call)}"
             failure = Failure(reason=FailureReason.TIMEOUT, detail=detail)
         return [failure] * len(run.endpoints)
 

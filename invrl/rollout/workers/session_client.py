@@ -53,6 +53,10 @@ class _OpenReply(msgspec.Struct):
     sessions: list[Session]
 
 
+class _Heartbeat(msgspec.Struct):
+    held_s: float
+
+
 class SessionClient:
     """Calls the gateway at `base_url` (without /v1). A client belongs to one event
     loop. Opening sessions takes the environment key `env_key`."""
@@ -138,6 +142,14 @@ class SessionClient:
         )
         [child] = _decoded(response, _OpenReply, what).sessions
         return child
+
+    async def held_s(self, session: Session, *, deadline_s: float) -> float:
+        """Return the seconds for which the gate has held turns of this session or its
+        children. Raises SessionError, DeadlineError."""
+        what = f"the gateway to say how long the gate has held session {session.id}"
+        path = f"/sessions/{session.id}/heartbeat"
+        response = await self._post(path, {}, session.key, what, deadline_s)
+        return _decoded(response, _Heartbeat, what).held_s
 
     async def finish(
         self,

@@ -36,6 +36,7 @@ from invrl.host.ray.actor_heartbeat import Pulse, pulse
 from invrl.host.ray.actor_output import mark_files
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.workers.endpoint import ConnectionPool, SessionEndpoint
+from invrl.rollout.workers.held_time import longest_held, never_held
 from invrl.rollout.workers.runner import Failure, Runner, UserCodeResult
 from invrl.rollout.workers.session_client import SessionClient, is_refusal
 from invrl.rollout.workers.worker_log import WorkerLog
@@ -61,6 +62,8 @@ class WorkerSettings:
     rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
     """The driver's sys.path, so that user code can be imported as there."""
+    max_hold_s: float | None = None
+    """Longest time for which the gate holds a turn; None: there is no gate."""
     process: str = "rollout-worker"
     log: LogSettings | None = None
     """Log settings; None: its loggers stay unchanged."""
@@ -69,6 +72,11 @@ class WorkerSettings:
     own_temporary_folder: bool = False
     """Whether user code gets a TMPDIR that is removed with the worker. A worker is
     killed in the end, so that no `with` block of user code removes anything."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Time limit of one request of an endpoint's client."""
+        return self.rollout.rollout_timeout_s + (self.max_hold_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +162,7 @@ class RolloutWorker:
             SessionEndpoint(
                 session,
                 model=self._settings.model,
-                timeout_s=self._settings.rollout.rollout_timeout_s,
+                timeout_s=self._settings.request_timeout_s,
                 pool=self._pool,
             )
             for session in assignment.sessions
@@ -166,7 +174,7 @@ class RolloutWorker:
             ",".join(session.id for session in assignment.sessions)
         )
         try:
-            results = await self._within_memory(assignment.task, endpoints, dropped)
+            results = await self._within_memory(assignment, endpoints, dropped)
         finally:
             session_of_task.reset(logged_as)
             del self._dropped[first_session_id]
@@ -191,12 +199,20 @@ class RolloutWorker:
         return True
 
     async def _within_memory(
-        self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
+        self,
+        assignment: Assignment,
+        endpoints: list[SessionEndpoint],
+        dropped: asyncio.Event,
     ) -> list[UserCodeResult]:
         """Return the runner's results. If the worker exceeds its memory limit first,
         MEMORY for each session."""
         over_limit = self._memory_watch.over_limit
-        results = asyncio.create_task(self._runner.run(task, endpoints, dropped))
+        held_s = never_held
+        if self._settings.max_hold_s is not None:
+            held_s = longest_held(self._client, assignment.sessions)
+        results = asyncio.create_task(
+            self._runner.run(assignment.task, endpoints, dropped, held_s)
+        )
         exceeded = asyncio.create_task(over_limit.wait())
         try:
             await asyncio.wait({results, exceeded}, return_when=asyncio.FIRST_COMPLETED)

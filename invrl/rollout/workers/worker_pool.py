@@ -12,6 +12,7 @@ it runs none. The pool makes workers through a factory: `RayWorker`, or a fake i
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 from invrl.errors import ActorDiedError, ActorSilentError, DeadlineError, ServerError
 from invrl.host.ray.actor import ActorOptions, start_actor
+from invrl.rollout.workers.held_time import longest_held, never_held, wait_unheld
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.rollout.workers.worker_actor import (
     Assignment,
@@ -79,9 +81,11 @@ class RayWorker:
         if self._watch is None:
             self._watch = asyncio.create_task(self._kill_when_silent())
 
-    async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
+    async def run(self, assignment: Assignment) -> WorkerReply:
+        """Run an assignment. The pool has a deadline for it, which depends on the time
+        for which the gate holds its turns."""
         return await self._reply(
-            self._actor.call(RolloutWorker.run, deadline_s, assignment)
+            self._actor.call(RolloutWorker.run, math.inf, assignment)
         )
 
     async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
@@ -131,7 +135,8 @@ class _PooledWorker:
 class WorkerPool:
     """`size` workers made by `make_worker(name)`. `run_timeout_s` bounds one assignment
     from the outside: it is longer than the worker's own deadlines together, so it
-    passes only if the worker is stuck."""
+    passes only if the worker is stuck. `holds_turns`: whether the gateway has a gate,
+    whose time neither counts."""
 
     def __init__(
         self,
@@ -141,12 +146,14 @@ class WorkerPool:
         size: int,
         run_timeout_s: float,
         start_timeout_s: float = 120.0,
+        holds_turns: bool = False,
     ) -> None:
         self._make_worker = make_worker
         self._sessions = sessions
         self._size = size
         self._run_timeout_s = run_timeout_s
         self._start_timeout_s = start_timeout_s
+        self._holds_turns = holds_turns
         self._workers: list[_PooledWorker] = []
         self._leaving: list[_PooledWorker] = []
         """Replaced workers that still run rollouts."""
@@ -214,10 +221,20 @@ class WorkerPool:
     async def _run_in(
         self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event
     ) -> WorkerReply:
+        held_s = never_held
+        if self._holds_turns:
+            held_s = longest_held(self._sessions, assignment.sessions)
         dropping = asyncio.create_task(self._drop_when_set(worker, assignment, dropped))
+        run = asyncio.create_task(worker.run(assignment))
         try:
-            return await worker.run(assignment, self._run_timeout_s)
+            await wait_unheld({run}, self._run_timeout_s, held_s)
+            if not run.done():
+                raise ActorSilentError(
+                    f"{worker.name} to answer run()", self._run_timeout_s
+                )
+            return run.result()
         finally:
+            run.cancel()
             dropping.cancel()
 
     async def _drop_when_set(

@@ -442,4 +442,5 @@ def _deadlines(config: Config) -> Deadlines:
         filtered_out=config.buffer.filtered_out,
         lease_timeout_s=config.gateway.session.lease_timeout_s,
         session_idle_timeout_s=config.gateway.session.idle_timeout_s or 0.0,
+        has_gate=config.gateway.gate is not None,
     )

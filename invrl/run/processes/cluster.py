@@ -29,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
+
 from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
 from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.buffer.process.buffer_actor import BufferActor
@@ -137,6 +139,7 @@ async def start_serving(
             log=config.run.log_settings(folder.path.name),
             shares_gpus=config.run.colocate,
             eval_engines=config.rollout.eval.engines or 0,
+            by_priority=config.uses_priority_scheduling,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
@@ -468,6 +471,7 @@ def create_rollouts(
 ) -> RolloutHandle:
     """Create the rollout workers and the dispatcher. Without a buffer they only
     evaluate."""
+    gate = config.gateway.gate
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)
@@ -485,7 +489,11 @@ def create_rollouts(
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
-        read_fleet=lambda: serving.fleet.load.serving(evaluation=False),
+        read_fleet=lambda: structs.replace(
+            serving.fleet.load.serving(evaluation=False),
+            held_turns=serving.gateway.held_turns,
+        ),
+        max_hold_s=None if gate is None else gate.max_hold_s,
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,

@@ -85,10 +85,17 @@ class Config(Section):
 
     @property
     def uses_priority_scheduling(self) -> bool:
-        """Whether the engines sample requests with a larger priority first."""
-        options = {name.replace("-", "_"): given for name, given in self.sglang.items()}
-        lowest_first = options.get("schedule_low_priority_values_first", False)
-        return bool(options.get("enable_priority_scheduling")) and not lowest_first
+        """Whether engines sample requests of older groups first: with a gate, unless an
+        option of SGLang excludes it."""
+        options = {name.replace("-", "_"): value for name, value in self.sglang.items()}
+        return (
+            self.gateway.gate is not None
+            # SGLang knows priorities only with these.
+            and options.get("schedule_policy", "fcfs") in ("fcfs", "lof")
+            and not _is_on(options, "schedule_low_priority_values_first")
+            # Its metrics would get a label for each priority, which no group shares.
+            and not _is_on(options, "enable_metrics")
+        )
 
     @property
     def critic_folder(self) -> Path:
@@ -145,6 +152,11 @@ class Config(Section):
     def to_toml(self) -> str:
         """Return the whole tree as TOML; `resolve` reads it back to an equal one."""
         return tomli_w.dumps(self.settings())
+
+
+def _is_on(options: UpstreamOptions, switch: str) -> bool:
+    """Whether a switch of an upstream package is given and not turned off."""
+    return str(options.get(switch, False)).lower() not in ("false", "0", "no")
 
 
 def _without_absent(

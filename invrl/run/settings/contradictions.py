@@ -380,12 +380,6 @@ def _deadlines(config: Config) -> Contradictions:
             reason,
             "raise --session.ttl-s or lower --rollout-timeout-s",
         )
-    if gateway.gate is not None and gateway.gate.max_hold_s >= limit:
-        yield (
-            "gate.max_hold_s",
-            f"{reason}, and a held turn counts",
-            "lower --gate.max-hold-s or raise --rollout-timeout-s",
-        )
     if gateway.late is not None and buffer.batch_timeout_s < gateway.late.deadline_s:
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
         yield (

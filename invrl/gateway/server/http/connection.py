@@ -40,8 +40,8 @@ class ClientConnection:
         self.started = False
         """Whether the head of the answer has been sent: its status can no longer be
         changed."""
-        self.error_event: Callable[[SessionError], bytes] = lambda _: b""
-        """Formats an error for a stream that has begun."""
+        self.error_event: Callable[[SessionError], bytes] | None = None
+        """Formats an error for a stream that has begun; None for other answers."""
         self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:

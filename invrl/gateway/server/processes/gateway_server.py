@@ -130,6 +130,11 @@ class GatewayServer:
         self._heartbeats.announce_load(fleet)
 
     @property
+    def held_turns(self) -> int:
+        """Number of turns that the gate holds."""
+        return self._heartbeats.held_turns()
+
+    @property
     def wrong_replies(self) -> int:
         """Number of refused answers of engines that could not be true."""
         return self._heartbeats.wrong_replies()

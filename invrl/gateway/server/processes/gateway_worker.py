@@ -44,12 +44,14 @@ def serve(
     newest_version: Callable[[], WeightVersion],
     on_wrong_reply: Callable[[], object],
     read_fleet: Callable[[], FleetSnapshot],
+    note_held_turns: Callable[[int], None],
 ) -> None:
     """Run until SIGTERM, which the caller has blocked. On return, every accepted turn
     is committed. `beat` is called regularly while the event loop runs. `run_ended`:
     whether environments that the run did not start learn that it has ended.
     `newest_version` and `on_wrong_reply` are those of `SglangClient`. `read_fleet`
-    returns the newest load of the engines."""
+    returns the newest load of the engines. `note_held_turns` is called with the number
+    of turns that the gate holds."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there
     # before its own. (With SIG_IGN the kernel would discard a signal that arrived while
@@ -96,6 +98,7 @@ def serve(
             ending=lambda: server.should_exit,
             run_ended=run_ended,
             read_fleet=read_fleet,
+            note_held_turns=note_held_turns,
         )
         http_protocol = limited_http_protocol(
             head_timeout_s=settings.head_timeout_s,

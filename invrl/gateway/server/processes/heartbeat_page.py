@@ -5,10 +5,10 @@ supervisor checks the workers' counters; the process that started the gateway ch
 supervisor's. A process whose counter has not changed for `heartbeat_timeout_s` is
 stopped or hangs: it is killed and replaced like one that died. The page also tells the
 workers that the run has ended, the newest version of the weights, and the load of the
-engines; in it the workers count wrong answers of engines, and the lived time of each
-worker's place. Invariant: a
-suspended machine or a stopped watcher makes no process count as silent: of the time
-between two checks, at most a quarter of the timeout counts.
+engines; in it the workers count wrong answers of engines, the turns that they hold, and
+the lived time of each worker's place. Invariant: a suspended machine or a stopped
+watcher makes no process count as silent: of the time between two checks, at most a
+quarter of the timeout counts.
 """
 
 import mmap
@@ -43,10 +43,10 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPage:
-    """An array of uint64. The supervisor and each of `workers` workers have five words:
+    """An array of uint64. The supervisor and each of `workers` workers have six words:
     the number of heartbeats, how often the process was killed because they stopped,
-    wrong answers of engines, how often it has ended by itself, and the lived time of
-    its place (`AwakeClock`). Then comes the newest version of the weights. The last
+    wrong answers of engines, how often it has ended by itself, the lived time of its
+    place (`AwakeClock`), and the turns that its gate holds. Then comes the newest version of the weights. The last
     word is not 0 once the run has ended. Behind the words are the length and the
     checksum of the load of the engines, and its JSON. `file` is the open file that
     `create` returned, which child processes inherit."""
@@ -122,6 +122,13 @@ class HeartbeatPage:
         position = 4 * self._places + worker_place(number)
         return self._words[position : position + 1]
 
+    def note_held_turns(self, place: int, count: int) -> None:
+        self._words[5 * self._places + place] = count
+
+    def held_turns(self) -> int:
+        """Return the turns that the gates of all workers hold now."""
+        return sum(self._words[5 * self._places : 6 * self._places])
+
     def beat(self, place: int) -> None:
         self._words[place] += 1
 
@@ -132,6 +139,7 @@ class HeartbeatPage:
     def start_over(self, place: int) -> None:
         """Reset the place for another process that has not sent a heartbeat yet."""
         self._words[place] = 0
+        self.note_held_turns(place, 0)
 
     def count_hung(self, place: int) -> None:
         self._words[self._places + place] += 1
@@ -143,7 +151,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (5 * (workers + 1) + 2) + _SNAPSHOT_BYTES
+    return _WORD_BYTES * (6 * (workers + 1) + 2) + _SNAPSHOT_BYTES
 
 
 class SilenceWatch:

@@ -160,6 +160,9 @@ class _Workers:
                 self._heartbeats.count_wrong_reply, worker_place(number)
             ),
             read_fleet=self._heartbeats.fleet,
+            note_held_turns=partial(
+                self._heartbeats.note_held_turns, worker_place(number)
+            ),
         )
         pid = _fork(work)
         self._numbers_by_pid[pid] = number

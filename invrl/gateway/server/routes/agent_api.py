@@ -35,6 +35,8 @@ from invrl.host.output.traces import Traces
 
 _log = logging.getLogger(__name__)
 _JSON = {"content-type": "application/json"}
+_QUIET_INTERVALS = 6
+"""Intervals of keep-alives for which a JSON answer that is not ready stays silent."""
 _RETRY_COUNT = "x-stainless-retry-count"
 """Header in which the official clients count their own retries; "0" on the first
 try."""
@@ -154,10 +156,15 @@ class AgentEndpoint:
             _log.info("session %s: the run overrides %s", record.session.id, names)
         if request.turn.stream:
             return await self._stream(client, request, sources, headers)
-        answers = [await source.answer() for source in sources]
-        return await client.answer(
-            200, {**headers, **_JSON}, self.dialect.answer(request, answers)
-        )
+        blanks = contextlib.nullcontext()
+        if self.settings.gate is not None:
+            blanks = _blanks(client, {**headers, **_JSON}, self.settings.keep_alive_s)
+        async with blanks:
+            answers = [await source.answer() for source in sources]
+        answer = self.dialect.answer(request, answers)
+        if client.started:
+            return await client.end(answer)
+        return await client.answer(200, {**headers, **_JSON}, answer)
 
     async def _stream(
         self,
@@ -200,7 +207,10 @@ class AgentEndpoint:
         if record is not None:
             record.note_refusal(error)
         if client.started:
-            await client.end(client.error_event(error))
+            # A JSON answer that has begun is cut off: the server closes the connection,
+            # the client asks again, and gets the status.
+            if client.error_event is not None:
+                await client.end(client.error_event(error))
             return
         headers = {**_JSON, **retry_after(error)}
         if error.code == "disk_full":
@@ -237,6 +247,39 @@ def _choices(request: ParsedRequest) -> list[TurnRequest]:
     for number in range(1, request.n):
         choices.append(structs.replace(first, digest=f"{first.digest}-{number}"))
     return choices
+
+
+@contextlib.asynccontextmanager
+async def _blanks(
+    client: ClientConnection, headers: dict[str, str], keep_alive_s: float
+) -> AsyncIterator[None]:
+    """While the block waits for a JSON answer: after `_QUIET_INTERVALS` send its head
+    and a blank, which JSON ignores, and a blank after every further `keep_alive_s`. The
+    client of a turn that is held for long would otherwise give up and ask again. The
+    head fixes the status, so it waits longer than that of a stream."""
+    has_answer = asyncio.Event()
+    writing: list[asyncio.Task[None]] = []
+
+    async def write_blanks() -> None:
+        await client.start(200, headers)
+        while not has_answer.is_set():
+            await client.write(b" ")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(has_answer.wait(), keep_alive_s)
+
+    def begin() -> None:
+        writing.append(asyncio.create_task(write_blanks()))
+
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(_QUIET_INTERVALS * keep_alive_s, begin)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        has_answer.set()
+        # A blank that is half sent must not be cut off.
+        for task in writing:
+            await task
 
 
 async def _interleaved(

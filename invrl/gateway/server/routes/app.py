@@ -108,19 +108,25 @@ def make_app(
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
     read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
+    note_held_turns: Callable[[int], None] = lambda _: None,
 ) -> FastAPI:
     """Make the application. `eval_sampler` samples in evaluation sessions; None:
     `sampler` does. `place` is that of the worker; sessions of this worker that are open
     in the store continue. `on_shutdown` is awaited after the last request.
     `ending`: whether the server shuts down, which ends waiting requests. `run_ended`:
     whether the run whose tasks environments lease is over. `read_fleet` returns the
-    newest load of the engines."""
+    newest load of the engines. `note_held_turns` is called with the number of turns
+    that the gate holds."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
     samplers = [sampler] if eval_sampler is None else [sampler, eval_sampler]
     gates = _make_gates(
-        settings, registry, read_fleet, sets_engines_aside=eval_sampler is not None
+        settings,
+        registry,
+        read_fleet,
+        note_held_turns,
+        sets_engines_aside=eval_sampler is not None,
     )
     if gates:
         samplers = [
@@ -235,6 +241,7 @@ def _make_gates(
     settings: GatewaySettings,
     registry: SessionRegistry,
     read_fleet: Callable[[], FleetSnapshot],
+    note_held_turns: Callable[[int], None],
     *,
     sets_engines_aside: bool,
 ) -> list[Gate]:
@@ -251,7 +258,13 @@ def _make_gates(
         sends_priority=settings.priority_scheduling,
     )
     if not sets_engines_aside:
-        return [make_gate(open_sessions=registry.open_records, read_fleet=read_fleet)]
+        return [
+            make_gate(
+                open_sessions=registry.open_records,
+                read_fleet=read_fleet,
+                note_held_turns=note_held_turns,
+            )
+        ]
 
     def open_sessions(evaluation: bool) -> list[SessionRecord]:
         return [
@@ -265,10 +278,14 @@ def _make_gates(
 
     return [
         make_gate(
-            open_sessions=partial(open_sessions, evaluation),
-            read_fleet=partial(read_engines, evaluation),
-        )
-        for evaluation in (False, True)
+            open_sessions=partial(open_sessions, False),
+            read_fleet=partial(read_engines, False),
+            note_held_turns=note_held_turns,
+        ),
+        make_gate(
+            open_sessions=partial(open_sessions, True),
+            read_fleet=partial(read_engines, True),
+        ),
     ]
 
 

@@ -195,6 +195,7 @@ class SessionRoutes:
             session_id=session_id,
             state=record.state,
             session_idle_timeout_s=self.lifecycle.policy.idle_timeout_s or 0.0,
+            held_s=record.held_s,
         )
 
     async def show_session(

@@ -178,6 +178,8 @@ class Heartbeat(BaseModel):
     session_idle_timeout_s: float
     """Seconds within which the next call of a session of this group is due; 0: no
     limit."""
+    held_s: float
+    """Seconds for which the gate has held turns of the session or its children."""
 
 
 class Unrewarded(BaseModel):
