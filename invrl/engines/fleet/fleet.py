@@ -72,6 +72,7 @@ class Fleet:
         traces_endpoint: str = "",
         log: LogSettings | None = None,
         shares_gpus: bool = False,
+        gpus: Sequence[Sequence[int]] = (),
         parent: ForkParent | None = None,
     ) -> None:
         """Starts the router's process, and one that forks engines. Raises ConfigError.
@@ -84,7 +85,8 @@ class Fleet:
         each token. `external_key`: that of external engines. `traces_endpoint`: where
         the engines that start here send their spans to; "": nowhere. `log`: how engines
         that start here log; None for the defaults. `shares_gpus`: with the trainer, by
-        turns; engines then start one after the other. `parent`: forks the engines, and
+        turns; engines then start one after the other. `gpus`: those of each engine that
+        starts here; empty: engines are on the CPU. `parent`: forks the engines, and
         is its owner's to stop; None for one of the fleet's own, where engines can be
         forked.
         """
@@ -111,6 +113,7 @@ class Fleet:
             traces_endpoint=traces_endpoint,
             log=log,
             shares_gpus=shares_gpus,
+            gpus=gpus,
             parent=parent,
         )
         self.limits = self._launcher.limits
