@@ -345,7 +345,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "a GPU too small for both",
-        fact(gpus=1, gpu_memory_bytes=900 * 10**6),
+        fact(gpus=1, gpu_memory_bytes=700 * 10**6),
         "divided gpu",
         FAILED,
         "do not fit on it together",
