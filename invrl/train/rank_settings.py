@@ -49,6 +49,9 @@ class RankSettings:
     `master_addr` if the settings have none."""
     engine_ranks: int = 1
     """Processes of each engine that share its weights."""
+    visible_gpu: str | None = None
+    """Value of CUDA_VISIBLE_DEVICES that shows this rank its own GPU and no other.
+    None: the rank is on the CPU, or its process is set up already."""
     arena_on_gpu: bool = False
     """Whether the transport `arena` takes memory of this rank's GPU instead of the
     host."""

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.host.files.disk import FULL_BYTES
+from invrl.host.gpus import CudaSoftware, Gpu, GpuProcess
 from invrl.run.processes import supervisor
 from invrl.run.settings.config import resolve
 from invrl.run.settings.folder import make_run_folder
@@ -49,6 +52,13 @@ HEALTHY = Machine(
     memory_bytes=64 * 10**9,
     memory_total_bytes=64 * 10**9,
     shared_memory_bytes=8 * 10**9,
+)
+
+CARD = Gpu(memory_bytes=80 * 10**9, name="H100")
+BUSY = replace(
+    CARD,
+    used_bytes=30 * 10**9,
+    processes=(GpuProcess(pid=2**22, name="python", memory_bytes=30 * 10**9),),
 )
 
 
@@ -130,6 +140,24 @@ def model_json(name: str, **changes: object) -> Callable[[Plot], None]:
 
 def model_file(name: str, text: str) -> Callable[[Plot], None]:
     return lambda plot: (plot.model / name).write_text(text)
+
+
+def few_gpus(plot: Plot) -> None:
+    fact(gpus=2)(plot)
+    flag(num_engines="2")(plot)
+
+
+def hidden_gpus(plot: Plot) -> None:
+    fact(nvidia=True)(plot)
+    plot.patch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def gpu_of_another_run(plot: Plot) -> None:
+    command = [sys.executable, "-c", "input()", "invrl.cli"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    plot.clean_up += (process.communicate,)
+    holder = GpuProcess(pid=process.pid, name="python")
+    fact(gpus=2, cards=(replace(BUSY, processes=(holder,)), CARD))(plot)
 
 
 without_template = model_json("tokenizer_config.json", chat_template=None)
@@ -314,6 +342,79 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         WARNING,
         "a step may not fit",
         "--megatron-recompute-granularity",
+    ),
+    (
+        "a GPU too small for both",
+        fact(gpus=1, gpu_memory_bytes=700 * 10**6),
+        "divided gpu",
+        FAILED,
+        "do not fit on it together",
+        "second GPU",
+    ),
+    ("too few GPUs", few_gpus, "gpu plan", FAILED, "needs 3", "--num-engines to 1"),
+    (
+        "an old driver",
+        fact(gpus=2, cuda=CudaSoftware(driver=(12, 8), torch=(13, 0), nvcc=None)),
+        "gpu",
+        FAILED,
+        "built for CUDA 13.0",
+        "a driver for CUDA 13",
+    ),
+    (
+        "hidden GPUs",
+        hidden_gpus,
+        "gpu",
+        WARNING,
+        "CUDA_VISIBLE_DEVICES is ''",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "a GPU of others",
+        fact(gpus=2, cards=(CARD, BUSY)),
+        "gpu in use",
+        FAILED,
+        "GPU 1: 30.0 of 80.0 GB in use",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "a GPU of another container",
+        fact(gpus=2, cards=(CARD, replace(BUSY, processes=()))),
+        "gpu in use",
+        FAILED,
+        "shows no process",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "a GPU of another run",
+        gpu_of_another_run,
+        "gpu in use",
+        FAILED,
+        "may belong to another run",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "mixed cards",
+        fact(gpus=2, cards=(CARD, Gpu(memory_bytes=24 * 10**9, name="L4"))),
+        "gpu kinds",
+        WARNING,
+        "H100 (80 GB), L4 (24 GB)",
+        "equal cards",
+    ),
+    (
+        "a part of a card",
+        fact(gpus=1, cards=(replace(CARD, is_mig=True),)),
+        "gpu kinds",
+        WARNING,
+        "MIG",
+        "a whole card",
+    ),
+    (
+        "no compiler",
+        fact(gpus=2, cuda=CudaSoftware(driver=(13, 0), torch=(13, 0), nvcc=None)),
+        "nvcc",
+        WARNING,
+        "compiles some kernels",
+        "CUDA_HOME",
     ),
     (
         "far too little",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from invrl.host.gpus import CudaSoftware, Gpu, cuda_software, visible_gpus
+
 _SHARED_MEMORY = Path("/dev/shm")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -22,6 +24,10 @@ class Machine:
     """GPUs that torch can use."""
     gpu_memory_bytes: int = 0
     """Memory of the smallest GPU; 0 without one."""
+    cards: tuple[Gpu, ...] = ()
+    """The same GPUs, described."""
+    cuda: CudaSoftware | None = None
+    """None without a driver."""
     nvidia: bool
     """Whether a driver is loaded, even if the installed torch cannot use it."""
     is_slow_in_bfloat16: bool = False
@@ -49,6 +55,8 @@ def inspect_machine() -> Machine:
         cpus=len(os.sched_getaffinity(0)),
         gpus=count_gpus(),
         gpu_memory_bytes=smallest_gpu_bytes(),
+        cards=visible_gpus(),
+        cuda=cuda_software(),
         nvidia=has_nvidia_driver(),
         is_slow_in_bfloat16=lacks_avx512(),
         torch=installed_version("torch") or "(none)",

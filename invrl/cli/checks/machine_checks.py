@@ -26,6 +26,7 @@ from invrl.host.files.disk import FULL_BYTES, full_disk, space_left
 from invrl.host.files.temporary_folder import temporary_parents
 from invrl.host.ray import ray_memory
 from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.processes.trainer_memory import trainer_memory
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.runtime.kernels import Kernels
@@ -91,18 +92,6 @@ def packages_missing(error: ImportError) -> ConfigError:
     return ConfigError(
         "packages", str(error), reason, f"run: {install_command(gpu=count_gpus() > 0)}"
     )
-
-
-def check_gpu(config: Config, machine: Machine) -> str:
-    if machine.gpus:
-        return f"{machine.gpus} GPUs"
-    if machine.nvidia:
-        reason = (
-            f"an NVIDIA driver is loaded, but torch {machine.torch} cannot use a GPU"
-        )
-        fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
-        raise CheckWarning("gpu", "CPU", reason, fix)
-    return f"none: CPU, torch {machine.torch}"
 
 
 def check_processors(config: Config, machine: Machine) -> str:
@@ -286,27 +275,7 @@ def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> floa
 def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
     """Return the trainer's memory; None without a model that the trainer computes,
     which another check explains."""
-    if not config.model.model_path:
-        return None
-    try:
-        return MemoryBudget.of(
-            config.train,
-            config.model.folder,
-            frozen_models=objective_needs(config.algorithm).reference
-            + (config.teacher_folder is not None),
-            reference_moves=config.algorithm.reference_moves,
-            reference_is_averaged=config.algorithm.reference.ema is not None,
-            has_critic=objective_needs(config.algorithm).values
-            and config.critic_layout is None,
-            compares_routers=objective_needs(config.algorithm).router_shift,
-            served_dtype=config.engine.dtype,
-            megatron=config.megatron,
-            copies_checkpoints=config.run.checkpoints.background,
-            on_cuda=machine.gpus > 0,
-            arena_on_gpu=_arena_on_gpu(config, machine),
-        )
-    except (ConfigError, LookupError, OSError, ValueError):
-        return None
+    return trainer_memory(config, gpus=machine.gpus, gpu_bytes=machine.gpu_memory_bytes)
 
 
 def _arena_on_gpu(config: Config, machine: Machine) -> bool:

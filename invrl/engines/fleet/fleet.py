@@ -76,6 +76,7 @@ class Fleet:
         log: LogSettings | None = None,
         shares_gpus: bool = False,
         by_priority: bool = False,
+        gpus: Sequence[Sequence[int]] = (),
         parent: ForkParent | None = None,
         eval_engines: int = 0,
     ) -> None:
@@ -91,7 +92,8 @@ class Fleet:
         the engines that start here send their spans to; "": nowhere. `log`: how engines
         that start here log; None for the defaults. `shares_gpus`: with the trainer, by
         turns; engines then start one after the other. `by_priority`: the engines sample
-        requests with a larger priority first. `parent`: forks the engines, and
+        requests with a larger priority first. `gpus`: those of each engine that starts
+        here; empty: engines are on the CPU. `parent`: forks the engines, and
         is its owner's to stop; None for one of the fleet's own, where engines can be
         forked. `eval_engines`: number of the last engines, which serve evaluation only.
         """
@@ -119,6 +121,7 @@ class Fleet:
             log=log,
             shares_gpus=shares_gpus,
             by_priority=by_priority,
+            gpus=gpus,
             parent=parent,
         )
         self.limits = self._launcher.limits

@@ -1,7 +1,7 @@
 """The start of one engine of a fleet: its process, or the address of one that others
 start, the client with its keys, and its receiver of weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class EngineLauncher:
         log: LogSettings | None,
         shares_gpus: bool,
         by_priority: bool,
+        gpus: Sequence[Sequence[int]],
         parent: ForkParent | None,
     ) -> None:
         """Starts the process that forks engines, unless `parent` does. The parameters
@@ -60,6 +61,9 @@ class EngineLauncher:
         self._weights = weights
         self._external_key = external_key
         self._log = log
+        self._gpus: dict[str, Sequence[int]] = {}
+        if gpus:
+            self._gpus = dict(zip(self._own_names, gpus, strict=True))
         in_place = weights.inflight == "in_place"
         self.sglang_flags = flags_of_run(
             sglang,
@@ -100,8 +104,12 @@ class EngineLauncher:
     @property
     def names(self) -> list[str]:
         """Names of all engines of the fleet."""
-        own = [f"engine-{index}" for index in range(self._config.num_engines)]
-        return [*own, *self.external_urls]
+        return [*self._own_names, *self.external_urls]
+
+    @property
+    def _own_names(self) -> list[str]:
+        """Names of the engines that start here."""
+        return [f"engine-{index}" for index in range(self._config.num_engines)]
 
     def launch(self, name: str, *, api_key: str | None) -> Engine:
         """Start an engine's process, in this thread: the kernel ends it together with
@@ -123,7 +131,7 @@ class EngineLauncher:
                 self._config,
                 model_path=self._model_path,
                 run_folder=self._run_folder,
-                passthrough=self.sglang_flags,
+                passthrough=[*self.sglang_flags, *self._gpu_flags(name)],
                 api_key=api_key,
                 log=self._log,
                 parent=self.parent,
@@ -140,3 +148,9 @@ class EngineLauncher:
         )
         receiver.replies_over_http = name in self.external_urls
         return Engine(server=server, client=client, receiver=receiver)
+
+    def _gpu_flags(self, name: str) -> list[str]:
+        """Return the flags for an engine's GPUs, which follow each other. It sees all
+        GPUs, so that it can open the trainer's memory."""
+        gpus = self._gpus.get(name)
+        return ["--base-gpu-id", str(gpus[0])] if gpus else []

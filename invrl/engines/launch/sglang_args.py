@@ -72,6 +72,10 @@ SGLANG_OWNED = {
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
     "tp_size": "use --engine.tp-size",
     **dict.fromkeys(
+        ("base_gpu_id", "gpu_id_step"),
+        "leave it out: each engine gets GPUs of its own; CUDA_VISIBLE_DEVICES says among which",
+    ),
+    **dict.fromkeys(
         ("pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size"), _ONE_DIVISION
     ),
     **dict.fromkeys(

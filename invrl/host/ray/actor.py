@@ -49,8 +49,6 @@ class ActorOptions:
     max_concurrency: int = 1000
     """Concurrent calls; further calls wait in Ray's queue. The default is Ray's for
     async actors."""
-    num_gpus: float | None = None
-    """GPUs that the process sees; None leaves its environment unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +121,12 @@ def start_actor(
     """Start a process with an object of the class `role`, made there with these
     arguments. Returns immediately; an error of its constructor is raised by the first
     call. Ray neither restarts the actor nor repeats a call."""
-    resources: dict[str, float] = {"num_cpus": 0}
-    if options.num_gpus is not None:
-        resources["num_gpus"] = options.num_gpus
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups={_BEAT_GROUP: 1})(role)
     ray_handle = actor_class.options(
         max_concurrency=options.max_concurrency,
         max_restarts=0,
         max_task_retries=0,
-        **resources,
+        num_cpus=0,
     ).remote(*args, **kwargs)
     return ActorHandle(name, ray_handle)

@@ -23,6 +23,7 @@ from invrl.algorithms.objectives.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.buffer.samples.training_samples import build_batch
+from invrl.engines.launch.engine_server import count_gpus
 from invrl.host.files.disk_waits import (
     until_written,
     write_patiently,
@@ -66,6 +67,7 @@ from invrl.run.loop.verification_socket import answer_verifications
 from invrl.run.loop.weight_updater import create_weight_updater
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.processes.gpu_plan import plan_gpus
 from invrl.run.processes.phase_progress import (
     PhaseProgress,
     rollouts_text,
@@ -164,6 +166,9 @@ def _note_settings(
 ) -> None:
     """Show messages on the console before anything starts."""
     observer.note(f"run folder {folder.path}")
+    gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+    if gpus is not None:
+        observer.note(f"GPUs: {gpus}")
     if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
         for sentence in config.algorithm.without_effect():
             observer.note(f"note: {sentence}")

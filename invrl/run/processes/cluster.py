@@ -20,9 +20,10 @@ the router, the gateway its supervisor and workers, the worker pool rollout work
 """
 
 import asyncio
+import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
 from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.gpus import visible_name
 from invrl.host.network.ports import ReservedPort
 from invrl.host.output.traces import traces_endpoint
 from invrl.host.output.wait_lines import print_waits
@@ -53,8 +55,10 @@ from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.processes.gpu_plan import GpuPlan, plan_gpus
 from invrl.run.processes.phase_progress import StartingParts
 from invrl.run.processes.ray_session import start_ray
+from invrl.run.processes.trainer_memory import with_divided_memory
 from invrl.run.settings.config import Config
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
@@ -116,11 +120,14 @@ async def start_serving(
     *,
     longest_row: int | None = None,
     engines_may_start: asyncio.Event | None = None,
+    gpus: GpuPlan | None = None,
 ) -> AsyncIterator[Serving]:
     """Start engines, router and gateway without waiting for them; end them on exit.
     `longest_row`: a request that would make a longer conversation is refused as
     exceeding the model's context. `engines_may_start`: engines start once it is set;
-    None: immediately."""
+    None: immediately. `gpus`: the plan of a run that trains; None: the engines have all
+    GPUs. Raises ConfigError if there are too few."""
+    gpus = gpus or plan_gpus(config, count_gpus(), with_trainer=False)
     env_key = take_environment_key()
     engine_key = take_engine_key()
     async with CleanUp() as stack:
@@ -140,6 +147,7 @@ async def start_serving(
             shares_gpus=config.run.colocate,
             eval_engines=config.rollout.eval.engines or 0,
             by_priority=config.uses_priority_scheduling,
+            gpus=gpus.engines if gpus else (),
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
@@ -276,6 +284,8 @@ async def start_cluster(
     parts that are not up yet. Raises InvrlError naming what failed."""
     starting = starting or StartingParts()
     trainer_sleeps = asyncio.Event() if config.run.colocate else None
+    gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+    config = with_divided_memory(config, gpus, gpu_bytes=smallest_gpu_bytes())
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
             start_serving(
@@ -283,6 +293,7 @@ async def start_cluster(
                 folder,
                 longest_row=config.train.max_sample_tokens,
                 engines_may_start=trainer_sleeps,
+                gpus=gpus,
             )
         )
         with print_waits(starting.awaited):
@@ -292,7 +303,7 @@ async def start_cluster(
             if not config.run.debug_rollout_only:
                 weight_folder = _weight_folder(config, folder)
                 stack.callback(shutil.rmtree, weight_folder, ignore_errors=True)
-                trainer = _create_trainer(config, folder)
+                trainer = _create_trainer(config, folder, gpus)
             buffer = _create_buffer(config, folder)
             rollouts = create_rollouts(config, folder, serving, buffer)
             stack.push_async_callback(rollouts.stop)
@@ -332,7 +343,8 @@ async def start_trainer(
         with print_waits(starting.awaited):
             with starting.part("Ray"):
                 stack.enter_context(start_ray(config, folder.ray_logs_path))
-            trainer = _create_trainer(config, folder)
+            gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+            trainer = _create_trainer(config, folder, gpus)
             stack.callback(trainer.stop)
             await starting.wait_until_up("trainer", trainer.start())
         yield trainer
@@ -367,20 +379,28 @@ def _weight_folder(config: Config, folder: RunFolder) -> Path:
     return Path(weights.folder).absolute() / f"weights-of-{folder.path.name}"
 
 
-def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
-    """Create one actor per rank; `TrainHandle.start` makes them join."""
-    options = ActorOptions(num_gpus=min(1, count_gpus()))
+def _create_trainer(
+    config: Config, folder: RunFolder, gpus: GpuPlan | None
+) -> TrainHandle:
+    """Create one actor per rank, each on its GPU of the plan; `TrainHandle.start` makes
+    them join."""
+    options = ActorOptions()
     layout = config.train.layout
+    visible: list[str | None] = [None] * config.num_ranks
+    if gpus is not None:
+        visible = [visible_name(number, os.environ) for number in gpus.ranks]
     actors = [
         start_actor(f"trainer rank {settings.rank}", TrainActor, options, settings)
-        for settings in _rank_settings(config, folder, layout)
+        for settings in _rank_settings(config, folder, layout, visible)
     ]
     critic = None
     critic_layout = config.critic_layout
     if critic_layout is not None:
         critic_actors = [
             start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
-            for settings in _rank_settings(config, folder, critic_layout)
+            for settings in _rank_settings(
+                config, folder, critic_layout, visible[layout.world_size :]
+            )
         ]
         critic = RankGroup(actors=critic_actors, layout=critic_layout)
     add_samples = None
@@ -402,9 +422,13 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
 
 
 def _rank_settings(
-    config: Config, folder: RunFolder, layout: ParallelLayout
+    config: Config,
+    folder: RunFolder,
+    layout: ParallelLayout,
+    visible: Sequence[str | None],
 ) -> list[RankSettings]:
-    """Return the settings of one group's ranks, in their order."""
+    """Return the settings of one group's ranks, in their order. `visible` begins with
+    what CUDA_VISIBLE_DEVICES shows each of them."""
     first = RankSettings(
         rank=0,
         layout=layout,
@@ -428,7 +452,10 @@ def _rank_settings(
         seed=config.run.seed,
         log=config.run.log_settings(folder.path.name),
     )
-    return [replace(first, rank=rank) for rank in range(layout.world_size)]
+    return [
+        replace(first, rank=rank, visible_gpu=visible[rank])
+        for rank in range(layout.world_size)
+    ]
 
 
 def chat_template_override(config: Config) -> str:

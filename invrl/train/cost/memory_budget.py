@@ -95,7 +95,8 @@ class MemoryBudget:
     """Whether checkpoints are written during training, from a copy."""
     on_cuda: bool
     arena_on_gpu: bool
-    """Whether weights are staged in the memory of the first rank's GPU."""
+    """Whether weights are staged in the memory of the first rank's GPU, in an arena or
+    in buckets."""
 
     @staticmethod
     def of(

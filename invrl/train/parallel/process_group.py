@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore
 
 from invrl.algorithms.objectives.sample_table import SampleTable
+from invrl.errors import TrainError
 from invrl.host.network.rendezvous import (
     interface_towards,
     join_store,
@@ -116,7 +117,13 @@ def join_process_group(
     store.
     """
     if device.on_cuda():
-        torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+        torch.cuda.set_device(0)  # each rank sees its own GPU only
+    elif settings.visible_gpu is not None:
+        # It would train on the CPU, without a word.
+        raise TrainError(
+            f"trainer rank {settings.rank} cannot use its GPU (CUDA_VISIBLE_DEVICES={settings.visible_gpu}) "
+            f"with torch {torch.__version__}; `invrl doctor` may say why"
+        )
     world_size = settings.layout.world_size
     timeout = timedelta(seconds=settings.train.train_step_timeout_s)
     if listener is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import os
 import socket
 import sys
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Generic, ParamSpec, TypeVar
 
+from invrl.host.gpus import VISIBLE_VARIABLE
 from invrl.host.network.rendezvous import listen
 from invrl.host.processes.environment_keys import forget_keys
 from invrl.host.ray.actor_heartbeat import Pulse, pulse
@@ -42,6 +44,9 @@ class RankActor(ABC, Generic[RankT]):
 
     def __init__(self, settings: RankSettings) -> None:
         forget_keys()  # the policy loss may be user code
+        if settings.visible_gpu is not None:
+            # CUDA reads it when it is first used, which is later.
+            os.environ[VISIBLE_VARIABLE] = settings.visible_gpu
         self._settings = settings
         self._listener: socket.socket | None = None
         self._worker = ThreadPoolExecutor(1, "rank")

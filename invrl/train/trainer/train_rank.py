@@ -126,7 +126,8 @@ class TrainRank(SavingRank):
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
             on_cuda=device.on_cuda(),
-            arena_on_gpu=settings.arena_on_gpu,
+            arena_on_gpu=settings.arena_on_gpu
+            or (device.on_cuda() and isinstance(settings.weights, BucketWeights)),
         )
         self._largest_micro_batch = 0
         self._num_batches = 0

@@ -129,8 +129,8 @@ def _task_flags(settings: CheckSettings) -> list[str]:
 def _run_flags(settings: CheckSettings) -> list[str]:
     flags = {"num-steps": str(STEPS), "progress": "plain"}
     if not settings.smoke:
-        flags["weight-arena-device"] = "cuda"
-        flags["engine-max-total-tokens"] = str(_CACHED_TOKENS)
+        flags["weights.arena-device"] = "cuda"
+        flags["engine.max-total-tokens"] = str(_CACHED_TOKENS)
     for name, value in settings.sglang_flags.items():
         flags[f"sglang-{name.replace('_', '-')}"] = value
     return _as_arguments(flags)

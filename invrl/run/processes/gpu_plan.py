@@ -1,0 +1,120 @@
+"""The plan of GPUs: which trainer rank and which engine is on which GPU. Made before
+anything starts, from the number of GPUs; Ray and SGLang place nothing themselves.
+
+    trainer ranks | engine-0 | engine-1 | ...    GPUs in CUDA's order, with their own
+    trainer ranks
+    engine-0 | engine-1 | ...                    with --colocate, by turns
+    trainer rank + engine-0                      one GPU: both are resident on it
+
+GPU numbers are those of this process (`host/gpus.py`). Imports no torch.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from invrl.errors import ConfigError
+from invrl.host.gpus import VISIBLE_VARIABLE
+from invrl.run.settings.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlan:
+    """GPUs of a run."""
+
+    ranks: tuple[int, ...]
+    """GPU of each trainer rank: the policy's, then those of a critic with own ranks."""
+    engines: tuple[tuple[int, ...], ...]
+    """GPUs of each engine that the run starts."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all GPUs of the run."""
+        return sorted({*self.ranks, *(gpu for gpus in self.engines for gpu in gpus)})
+
+    @property
+    def shares(self) -> bool:
+        """Whether a trainer rank and an engine are on the same GPU."""
+        return any(gpu in self.ranks for gpus in self.engines for gpu in gpus)
+
+    def __str__(self) -> str:
+        parts = [f"engine-{i} on {_named(gpus)}" for i, gpus in enumerate(self.engines)]
+        if self.ranks:
+            noun = "trainer rank" if len(self.ranks) == 1 else "trainer ranks"
+            parts.insert(0, f"{len(self.ranks)} {noun} on {_named(self.ranks)}")
+        return ", ".join(parts)
+
+
+def plan_gpus(config: Config, num_gpus: int, *, with_trainer: bool) -> GpuPlan | None:
+    """Plan with the first of `num_gpus` GPUs. `with_trainer`: whether the command
+    trains. None: there is no GPU, and everything is on the CPU. Raises ConfigError if
+    there are too few GPUs, with the settings that would fit."""
+    if not num_gpus:
+        return None
+    with_trainer = with_trainer and not config.run.debug_rollout_only
+    num_ranks = config.num_ranks if with_trainer else 0
+    num_engines = 0 if config.trains_alone else config.engine.num_engines
+    of_engine = config.engine.tp_size
+    first = num_ranks
+    if config.run.colocate or _fits_on_one(config, num_ranks, num_engines, num_gpus):
+        first = 0
+    needed = max(num_ranks, first + num_engines * of_engine)
+    if needed > num_gpus:
+        raise _too_few(
+            config, num_gpus, num_ranks=num_ranks, num_engines=num_engines, first=first
+        )
+    starts = [first + index * of_engine for index in range(num_engines)]
+    return GpuPlan(
+        ranks=tuple(range(num_ranks)),
+        engines=tuple(tuple(range(start, start + of_engine)) for start in starts),
+    )
+
+
+def _fits_on_one(
+    config: Config, num_ranks: int, num_engines: int, num_gpus: int
+) -> bool:
+    """Whether one trainer rank and one engine divide the only GPU."""
+    is_one_of_each = num_ranks == num_engines == config.engine.tp_size == 1
+    return num_gpus == 1 and is_one_of_each
+
+
+def _too_few(
+    config: Config, num_gpus: int, *, num_ranks: int, num_engines: int, first: int
+) -> ConfigError:
+    """Return the error for too few GPUs. `first`: the engines' first GPU."""
+    of_engine = config.engine.tp_size
+    of_engines = num_engines * of_engine
+    reason = f"the run needs {max(num_ranks, first + of_engines)}"
+    parts: list[str] = []
+    if num_ranks:
+        parts.append(f"{num_ranks} for the trainer's ranks")
+    if num_engines:
+        parts.append(f"{of_engines} for {num_engines} engine(s) of {of_engine} each")
+    reason += f": {' and '.join(parts)}"
+    if first == 0 and len(parts) == 2:
+        reason += ", the same ones by turns"
+    setting = os.environ.get(VISIBLE_VARIABLE)
+    if setting is not None:
+        reason += f"; {VISIBLE_VARIABLE}={setting} shows no more"
+    fixes: list[str] = []
+    fitting = (num_gpus - first) // of_engine
+    if 0 < fitting < num_engines:
+        fixes.append(f"lower --num-engines to {fitting}")
+    elif of_engine > 1:
+        fixes.append("lower --engine.tp-size")
+    ranks_too_many = num_ranks + (of_engine if first else 0) > num_gpus
+    if ranks_too_many and config.train.data_parallel_size > 1:
+        fixes.append("lower --data-parallel-size")
+    if first and max(num_ranks, of_engines) <= num_gpus:
+        fixes.append(
+            "add --colocate, with which trainer and engines use the same GPUs by turns"
+        )
+    fix = "; or ".join(fixes) or "use a machine with more"
+    return ConfigError("gpus", num_gpus, reason, fix)
+
+
+def _named(numbers: Sequence[int]) -> str:
+    """Name GPUs that follow each other: "GPU 2", "GPUs 2 to 5"."""
+    if len(numbers) == 1:
+        return f"GPU {numbers[0]}"
+    return f"GPUs {numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,111 @@
+"""The memory that a trainer rank of a configuration needs (`train/cost`), and the
+division of one GPU's memory between a trainer rank and an engine that are both resident
+on it. Imports no torch."""
+
+from invrl.algorithms.objectives.objectives import objective_needs
+from invrl.errors import ConfigError
+from invrl.families.hf_config import read_hf_config
+from invrl.families.model_config import HuggingFaceConfig
+from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.processes.gpu_plan import GpuPlan
+from invrl.run.settings.config import Config
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.weights.config import BucketWeights
+
+_ENGINE_WORK_SHARE = 0.2
+"""Share of a divided GPU for an engine's activations, CUDA graphs and libraries. SGLang
+leaves it free (`--mem-fraction-static`)."""
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def trainer_memory(config: Config, *, gpus: int, gpu_bytes: int) -> MemoryBudget | None:
+    """Return the memory of a trainer rank on a machine with `gpus` GPUs, the smallest
+    with `gpu_bytes` of memory; None without a model that the trainer computes."""
+    if not config.model.model_path:
+        return None
+    needs = objective_needs(config.algorithm)
+    in_gpu = arena_on_gpu(config, gpus=gpus, gpu_bytes=gpu_bytes)
+    if gpus and isinstance(config.weights, BucketWeights):
+        in_gpu = True
+    try:
+        return MemoryBudget.of(
+            config.train,
+            config.model.folder,
+            frozen_models=needs.reference + (config.teacher_folder is not None),
+            reference_moves=config.algorithm.reference_moves,
+            reference_is_averaged=config.algorithm.reference.ema is not None,
+            has_critic=needs.values and config.critic_layout is None,
+            compares_routers=needs.router_shift,
+            served_dtype=config.engine.dtype,
+            megatron=config.megatron,
+            copies_checkpoints=config.run.checkpoints.background,
+            on_cuda=gpus > 0,
+            arena_on_gpu=in_gpu,
+        )
+    except (ConfigError, LookupError, OSError, ValueError):
+        return None
+
+
+def with_divided_memory(
+    config: Config, plan: GpuPlan | None, *, gpu_bytes: int
+) -> Config:
+    """Return the configuration whose engine leaves the trainer its memory, if both are
+    resident on one GPU of `gpu_bytes`: its KV cache has a fixed number of tokens,
+    because what SGLang finds free depends on which of the two starts first. A size of
+    the cache or a `--sglang-mem-fraction-static` of the user's stays.
+
+    Raises ConfigError if the cache would not hold a reply, with what each part needs.
+    """
+    if plan is None or not plan.shares or config.run.colocate:
+        return config
+    options = {name.replace("-", "_") for name in config.sglang}
+    if config.engine.max_total_tokens or "mem_fraction_static" in options:
+        return config
+    tokens = divided_cache_tokens(config, gpu_bytes=gpu_bytes)
+    if tokens is None:
+        return config
+    engine = config.engine.model_copy(update={"max_total_tokens": tokens})
+    sglang = {**config.sglang, "mem_fraction_static": str(1 - _ENGINE_WORK_SHARE)}
+    return config.model_copy(update={"engine": engine, "sglang": sglang})
+
+
+def divided_cache_tokens(config: Config, *, gpu_bytes: int) -> int | None:
+    """Return the tokens of KV that one GPU holds besides everything else of its trainer
+    rank and its engine; None if the model is unknown. Raises ConfigError as
+    `with_divided_memory`."""
+    budget = trainer_memory(config, gpus=1, gpu_bytes=gpu_bytes)
+    if budget is None:
+        return None
+    trainer = budget.largest()
+    item = _ITEM_BYTES[config.engine.dtype]
+    weights = budget.size.total * item
+    work = _ENGINE_WORK_SHARE * gpu_bytes
+    of_token = kv_bytes(read_hf_config(config.model.folder), item)
+    tokens = int((gpu_bytes - trainer.total - weights - work) // of_token)
+    needed = config.rollout.max_new_tokens
+    if tokens <= needed:
+        value = f"{gpu_bytes / 1e9:.1f} GB"
+        reason = (
+            f"trainer and engine do not fit on it together: the trainer needs {trainer}, the engine "
+            f"{weights / 1e9:.2f} GB for its weights, {work / 1e9:.2f} for its work and "
+            f"{of_token * needed / 1e9:.2f} for the cache of one reply of {needed} tokens"
+        )
+        fix = "use a second GPU or a smaller model"
+        if trainer.total + weights < (1 - _ENGINE_WORK_SHARE / 2) * gpu_bytes:
+            fix = "add --colocate, with which they use the GPU by turns"
+        fix += "; --engine.max-total-tokens decides in place of the estimate"
+        raise ConfigError("gpu memory", value, reason, fix)
+    return tokens
+
+
+def kv_bytes(model: HuggingFaceConfig, item: int) -> int:
+    """Return the bytes of keys and values of a token in all layers, with numbers of
+    `item` bytes."""
+    latent = model.latent_attention
+    if latent is not None:
+        return (
+            model.num_hidden_layers * item * (latent.key_value_rank + latent.rotary_dim)
+        )
+    return (
+        model.num_hidden_layers * item * 2 * model.num_key_value_heads * model.head_dim
+    )

@@ -1,0 +1,191 @@
+"""The plan of GPUs: who is on which, what is refused, and how one GPU is divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.cli.flags import parse_flags
+from invrl.engines.config import EngineConfig
+from invrl.engines.launch.engine_launcher import EngineLauncher
+from invrl.errors import ConfigError
+from invrl.families.hf_config import read_hf_config
+from invrl.run.processes.gpu_plan import plan_gpus
+from invrl.run.processes.trainer_memory import (
+    divided_cache_tokens,
+    kv_bytes,
+    trainer_memory,
+    with_divided_memory,
+)
+from invrl.run.settings.config import Config, resolve
+from invrl.weights.config import ArenaWeights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def configured(*flags: str, model: Path = Path("model")) -> Config:
+    required = ["--model-path", str(model), "--rollout-function-path", "agent:rollout"]
+    return resolve(*parse_flags([*required, *flags]))
+
+
+def placed(*flags: str, gpus: int, with_trainer: bool = True) -> tuple[object, object]:
+    plan = plan_gpus(configured(*flags), gpus, with_trainer=with_trainer)
+    assert plan is not None
+    return plan.ranks, plan.engines
+
+
+def refusal(*flags: str, gpus: int, with_trainer: bool = True) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        plan_gpus(configured(*flags), gpus, with_trainer=with_trainer)
+    return caught.value
+
+
+def test_trainer_ranks_and_engines_have_gpus_of_their_own() -> None:
+    assert placed(gpus=2) == ((0,), ((1,),))
+    assert placed("--num-engines", "4", gpus=8) == ((0,), ((1,), (2,), (3,), (4,)))
+    flags = ("--data-parallel-size", "4", "--num-engines", "2", "--engine.tp-size", "2")
+    assert placed(*flags, gpus=8) == ((0, 1, 2, 3), ((4, 5), (6, 7)))
+
+
+def test_a_critic_with_own_ranks_has_the_gpus_after_the_policy() -> None:
+    flags = ("--advantage", "gae", "--critic.data-parallel-size", "2")
+    assert placed(*flags, gpus=4) == ((0, 1, 2), ((3,),))
+
+
+def test_colocated_engines_are_on_the_gpus_of_the_trainer() -> None:
+    flags = ("--colocate", "--data-parallel-size", "4", "--engine.tp-size", "2")
+    assert placed(*flags, "--num-engines", "2", gpus=4) == (
+        (0, 1, 2, 3),
+        ((0, 1), (2, 3)),
+    )
+
+
+def test_one_rank_and_one_engine_share_the_only_gpu() -> None:
+    plan = plan_gpus(configured(), 1, with_trainer=True)
+    assert plan is not None
+    assert plan.numbers == [0]
+    assert plan.shares
+
+
+def test_commands_without_a_trainer_give_all_gpus_to_engines() -> None:
+    flags = ("--num-engines", "2", "--data-parallel-size", "8")
+    assert placed(*flags, gpus=2, with_trainer=False) == ((), ((0,), (1,)))
+
+
+def test_without_a_gpu_there_is_no_plan() -> None:
+    assert plan_gpus(configured("--num-engines", "9"), 0, with_trainer=True) is None
+
+
+def test_too_few_gpus_are_refused_with_what_would_fit() -> None:
+    error = refusal("--num-engines", "4", gpus=4)
+    assert error.value == 4
+    assert "needs 5: 1 for the trainer's ranks and 4 for 4 engine(s)" in error.reason
+    assert "--num-engines to 3" in error.fix
+    assert "--colocate" in error.fix
+    error = refusal("--data-parallel-size", "4", gpus=4)
+    assert "--data-parallel-size" in error.fix
+    error = refusal("--engine.tp-size", "4", gpus=4)
+    assert "--engine.tp-size" in error.fix
+    error = refusal("--colocate", "--num-engines", "3", gpus=2)
+    assert "the same ones by turns" in error.reason
+    assert "--colocate" not in error.fix
+    error = refusal("--num-engines", "3", gpus=2, with_trainer=False)
+    assert "--num-engines to 2" in error.fix
+
+
+def test_refusal_names_the_users_choice_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    error = refusal("--num-engines", "2", gpus=2)
+    assert "CUDA_VISIBLE_DEVICES=2,3 shows no more" in error.reason
+
+
+def test_plan_is_printed_in_one_line() -> None:
+    flags = ("--data-parallel-size", "2", "--engine.tp-size", "2")
+    plan = plan_gpus(configured(*flags), 4, with_trainer=True)
+    assert str(plan) == "2 trainer ranks on GPUs 0 to 1, engine-0 on GPUs 2 to 3"
+
+
+def test_each_engine_starts_on_its_first_gpu_every_time(model: Path) -> None:
+    def flags_of_engines(gpus: tuple[tuple[int, ...], ...]) -> list[list[str]]:
+        launcher = EngineLauncher(
+            EngineConfig(num_engines=2),
+            model,
+            model,
+            sglang={},
+            weights=ArenaWeights.model_validate({}),
+            record_experts=False,
+            external_key="",
+            traces_endpoint="http://127.0.0.1:1",  # forks no engine
+            log=None,
+            shares_gpus=False,
+            gpus=gpus,
+            parent=None,
+        )
+        return [launcher._gpu_flags(name) for name in launcher.names]
+
+    assert flags_of_engines(((2, 3), (4, 5))) == [
+        ["--base-gpu-id", "2"],
+        ["--base-gpu-id", "4"],
+    ]
+    assert flags_of_engines(()) == [[], []]
+
+
+def test_divided_gpu_leaves_the_cache_what_no_other_part_needs(model: Path) -> None:
+    config = configured("--max-new-tokens", "16", model=model)
+    budget = trainer_memory(config, gpus=1, gpu_bytes=10**10)
+    assert budget is not None
+    of_token = kv_bytes(read_hf_config(model), 2)
+    rest = 8 * 10**9 - budget.largest().total - 2 * budget.size.total
+    assert divided_cache_tokens(config, gpu_bytes=10**10) == int(rest // of_token)
+
+
+def test_divided_gpu_bounds_the_engine_and_no_other_setting(model: Path) -> None:
+    config = configured(model=model)
+    plan = plan_gpus(config, 1, with_trainer=True)
+    divided = with_divided_memory(config, plan, gpu_bytes=10**10)
+    assert divided.engine.max_total_tokens == divided_cache_tokens(
+        config, gpu_bytes=10**10
+    )
+    assert divided.sglang == {"mem_fraction_static": "0.8"}
+    assert divided.train == config.train
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [
+        (["--colocate"], 1),
+        ([], 2),
+        (["--engine.max-total-tokens", "9000"], 1),
+        (["--sglang-mem-fraction-static", "0.5"], 1),
+    ],
+)
+def test_settings_of_the_user_and_other_plans_divide_nothing(
+    model: Path, flags: list[str], gpus: int
+) -> None:
+    config = configured(*flags, model=model)
+    plan = plan_gpus(config, gpus, with_trainer=True)
+    assert with_divided_memory(config, plan, gpu_bytes=10**10) == config
+
+
+def test_gpu_too_small_for_both_is_refused_by_part(model: Path) -> None:
+    config = configured("--max-new-tokens", "64", model=model)
+    plan = plan_gpus(config, 1, with_trainer=True)
+    with pytest.raises(ConfigError, match="do not fit on it together") as caught:
+        with_divided_memory(config, plan, gpu_bytes=7 * 10**8)
+    for part in ("optimizer", "for its weights", "for its work", "cache of one reply"):
+        assert part in caught.value.reason
+    assert "--engine.max-total-tokens" in caught.value.fix
+
+
+def test_cache_of_a_token_has_keys_and_values_of_all_layers(model: Path) -> None:
+    config = read_hf_config(model)
+    heads = config.num_key_value_heads * config.head_dim
+    assert kv_bytes(config, 2) == config.num_hidden_layers * 2 * 2 * heads
+    assert kv_bytes(config, 4) == 2 * kv_bytes(config, 2)
