@@ -23,8 +23,9 @@ import numpy as np
 from benchmarks.ratios import Speeds
 from invrl.algorithms.advantages.advantages import configured_advantage
 from invrl.buffer.samples.training_samples import build_batch
-from invrl.engines.client.generation import GenerateRequest
+from invrl.engines.client.generation import GenerateChunk, GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
+from invrl.gateway.turns.reply_sampling import WHOLE_REPLY_INTERVAL
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.cluster import Cluster, start_cluster
 from invrl.run.settings.config import Config
@@ -172,10 +173,12 @@ class _Bench:
                     temperature=turn.temperature, max_new_tokens=len(turn.sampled_ids_T)
                 ),
                 ignore_eos=True,
+                stream_interval=WHOLE_REPLY_INTERVAL,
             )
-            ids_T = np.concatenate(
-                [prompt_T, (await self._engine.generate(request)).ids_T]
-            )
+            ids_T = prompt_T
+            async for item in self._engine.stream(request):
+                if isinstance(item, GenerateChunk):
+                    ids_T = np.concatenate([ids_T, item.ids_T])
 
 
 async def _timed(

@@ -2,9 +2,9 @@
 thing.
 
 `FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it:
-ids in; ids, log-probs, version spans and cache counts out, whole or streamed
-(incrementally, as our engines do). Every event has the version spans of all tokens so
-far, as our engines' events do.
+ids in; ids, log-probs, version spans and cache counts out, streamed incrementally and in
+events of as many tokens as a label says, as our engines do. Every event has the version
+spans of all tokens so far, as our engines' events do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
+from invrl.engines.inside_sglang.request_labels import (
+    EXPERTS_LABEL,
+    INTERVAL_LABEL,
+)
 
 Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or
@@ -150,52 +153,46 @@ class FakeEngine:
     async def _answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         prompt = body["input_ids"]
         params = body["sampling_params"]
+        labels = body.get("custom_labels") or {}
+        interval = int(labels.get(INTERVAL_LABEL, 1))
         reply, finish = self._reply(prompt, params)
         self.replies[body["rid"]] = reply
         cached = max((_common(prompt, seen) for seen in self._cache), default=0)
         cached = min(cached, len(prompt) - 1)
-        spans: list[dict] = []
+        versions: list[int] = []
+        num_sent = 0
         headers = {"Content-Type": "text/event-stream", **self.headers}
         response = web.StreamResponse(headers=headers)
-        if body.get("stream"):
-            await response.prepare(request)
-        out: dict = {}
+        await response.prepare(request)
         for count in range(1, len(reply) + 1):
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s)
             while self.holds(count):
                 await asyncio.sleep(0.001)
-            if spans and spans[-1]["version"] == str(self.version):
-                spans[-1]["end"] = count
-            else:
-                spans.append(
-                    {"version": str(self.version), "start": count - 1, "end": count}
-                )
-            if not body.get("stream") and count < len(reply):
+            versions.append(self.version)
+            is_last = count == len(reply)
+            if not is_last and interval > 1 and count % interval != 1:
                 continue
-            ids = reply[:count] if not body.get("stream") else reply[count - 1 : count]
-            out = {
+            ids = reply[num_sent:count]
+            out: dict = {
                 "text": "",
                 "output_ids": ids,
                 "meta_info": {
                     "id": body["rid"],
-                    "finish_reason": finish if count == len(reply) else None,
+                    "finish_reason": finish if is_last else None,
                     "prompt_tokens": len(prompt) + self.prompt_tokens_added,
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),
-                    "weight_versions": spans,
+                    "weight_versions": _version_spans(versions),
                     "output_token_logprobs": [
                         [fake_logprob(token), token, None] for token in ids
                     ],
                 },
             }
-            if (
-                count == len(reply)
-                and (first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL))
-                is not None
-            ):
-                experts = fake_experts([*prompt, *reply])[int(first) : -1]
+            if is_last and EXPERTS_LABEL in labels:
+                first = int(labels[EXPERTS_LABEL])
+                experts = fake_experts([*prompt, *reply])[first:-1]
                 out["meta_info"]["routed_experts"] = base64.b64encode(
                     experts.tobytes()
                 ).decode()
@@ -207,14 +204,12 @@ class FakeEngine:
                     ]
                     for token in ids
                 ]
-            if count == len(reply):
+            if is_last:
                 out = self.spoil(out)
-            if body.get("stream"):
-                await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
-                self.sent.append((reply[count - 1], self.version))
+            await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
+            self.sent += zip(ids, versions[num_sent:], strict=True)
+            num_sent = count
         self._cache = [*self._cache[-63:], [*prompt, *reply]]
-        if not body.get("stream"):
-            return web.json_response(out, headers=self.headers)
         with contextlib.suppress(ConnectionResetError):
             await response.write(b"data: [DONE]\n\n")
         return response
@@ -252,6 +247,16 @@ class EngineDeaths:
 def fake_logprob(token: int) -> float:
     """The log-prob that the fake gives a token."""
     return -(token % 97) / 97 - 0.01
+
+
+def _version_spans(versions: Sequence[int]) -> list[dict]:
+    """As SGLang reports the version of each token."""
+    spans: list[dict] = []
+    for position, version in enumerate(versions):
+        if not spans or spans[-1]["version"] != str(version):
+            spans.append({"version": str(version), "start": position})
+        spans[-1]["end"] = position + 1
+    return spans
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import numpy as np
+from streamed import generate
 from virtual_run import Setting
 
 from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateEnd,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.gateway.gate.gate import Gate, GatedSampler
 from invrl.gateway.session_record import SessionRecord
@@ -103,7 +103,9 @@ class CachingEngine:
             instance=self.name,
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
         agent = int(request.input_ids_T[0])
         num_prompt = len(request.input_ids_T)
         num_new = request.sampling.max_new_tokens
@@ -128,9 +130,12 @@ class CachingEngine:
         self._cached[agent] = num_prompt + num_new
         self._evict()
         self._freed.set()
-        return GenerateResult(
+        yield GenerateChunk(
             ids_T=np.zeros(num_new, np.int32),
             logprobs_T=np.zeros(num_new, np.float32),
+            spans=(),
+        )
+        yield GenerateEnd(
             spans=(),
             finish_reason="length",
             matched_stop=None,
@@ -155,17 +160,14 @@ class StickyRouter:
         self.engines = engines
         self._assigned: dict[str, CachingEngine] = {}
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
         key = request.routing_key
         if key not in self._assigned:
             number = len(self._assigned) % len(self.engines)
             self._assigned[key] = self.engines[number]
-        return await self._assigned[key].generate(request)
-
-    def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
-        raise NotImplementedError
+        return self._assigned[key].stream(request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,13 +231,14 @@ async def _run(
                 await asyncio.sleep(random.exponential(agents.tool_s))
                 tokens += agents.tool_tokens
                 began_at = loop.time()
-                await sampler.generate(
+                await generate(
+                    sampler,
                     GenerateRequest(
                         rid=f"{number}-{turn}",
                         input_ids_T=np.broadcast_to(np.int32(number), tokens),
                         sampling=Sampling(max_new_tokens=agents.sampled_tokens),
                         routing_key=record.session.id,
-                    )
+                    ),
                 )
                 longest_s = max(longest_s, loop.time() - began_at)
                 tokens += agents.sampled_tokens

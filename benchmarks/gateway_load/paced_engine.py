@@ -4,20 +4,23 @@ many seconds.
 `python -m benchmarks.gateway_load.paced_engine --port P --reply FILE` answers every
 prompt with the same ids (a JSON list), repeated to `max_new_tokens`. Token n of an
 answer is due n paces after its request came, whatever else goes on, with its log-prob
-and version span, streamed as our engines do (`--incremental-streaming-output`) or
-whole. `POST /pace {"seconds": S}` sets the pace; 0 answers at once. No stop, no cache,
-no batch. Started by `rig.py`."""
+and version span, streamed as our engines do (`--incremental-streaming-output`, in events
+of the labelled size) or whole. `POST /pace {"seconds": S}` sets the pace; 0 answers at
+once. No stop, no cache, no batch. Started by `rig.py`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 import uvloop
+
+from invrl.engines.inside_sglang.request_labels import INTERVAL_LABEL
 
 _END = b"0\r\n\r\n"
 _STREAM_HEAD = (
@@ -106,38 +109,39 @@ class _Generation:
             request["sampling_params"]["max_new_tokens"],
         )
         self._pace_s, self._ids = connection.engine.pace_s, connection.engine.reply_ids
+        labels = request.get("custom_labels") or {}
+        interval = int(labels.get(INTERVAL_LABEL, 1))
+        self._ends = deque([*range(1, self._tokens, interval), self._tokens])
+        """Number of tokens up to the end of each event that is not sent yet."""
         self._sent = 0
         self._began = asyncio.get_running_loop().time()
 
     def start(self) -> None:
         if self._stream:
             self._connection.write(_STREAM_HEAD)
-            self._connection.at(self._began + self._pace_s, self._next)
+            self._connection.at(self._due_at(), self._next)
         else:
             self._connection.at(self._began + self._tokens * self._pace_s, self._all)
 
     def _all(self) -> None:
         self._connection.whole(self._event(0, self._tokens))
 
+    def _due_at(self) -> float:
+        """When the next event is due."""
+        return self._began + self._ends[0] * self._pace_s
+
     def _next(self) -> None:
-        """The tokens that are due; more than one only where this process is late, or
-        the pace is 0."""
+        """The events that are due; more than one only where this process is late."""
         now = asyncio.get_running_loop().time()
-        due = (
-            int((now - self._began) / self._pace_s + 1e-6)
-            if self._pace_s
-            else self._sent + 1
-        )
-        upto = min(max(due, self._sent + 1), self._tokens)
-        parts = (
-            b"data: " + self._event(at, at + 1) + b"\n\n"
-            for at in range(self._sent, upto)
-        )
-        data = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
-        self._sent = upto
-        if upto < self._tokens:
+        data = b""
+        while self._ends and (not data or (self._pace_s and self._due_at() <= now)):
+            end = self._ends.popleft()
+            part = b"data: " + self._event(self._sent, end) + b"\n\n"
+            data += b"%x\r\n%s\r\n" % (len(part), part)
+            self._sent = end
+        if self._ends:
             self._connection.write(data)
-            self._connection.at(self._began + (upto + 1) * self._pace_s, self._next)
+            self._connection.at(self._due_at(), self._next)
         else:
             self._connection.write(data + b"e\r\ndata: [DONE]\n\n\r\n" + _END)
 

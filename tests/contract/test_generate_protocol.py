@@ -14,13 +14,12 @@ from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
 from numpy.typing import NDArray
 from scripted_engine import ScriptedEngine, text_by_prompt
-from streamed import collect
+from streamed import collect, generate
 from tokenizers import Tokenizer
 
 from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
@@ -149,18 +148,6 @@ def random_prompt(length: int) -> list[int]:
     return [20 + secrets.randbelow(400) for _ in range(length)]
 
 
-async def reply(
-    client: SglangClient,
-    request: GenerateRequest,
-    *,
-    stream: bool,
-) -> GenerateResult:
-    if not stream:
-        return await client.generate(request)
-    _, result = await collect(client.stream(request))
-    return result
-
-
 def assert_spans_cover(
     spans: tuple[VersionSpan, ...],
     length: int,
@@ -204,11 +191,11 @@ async def rename(
     await engine.client.name_weights(WeightVersion(version))
 
 
-async def test_a_whole_reply_has_ids_logprobs_and_versions(
+async def test_a_reply_has_ids_logprobs_and_versions(
     client: SglangClient,
 ):
     request = ask(random_prompt(40))
-    result = await client.generate(request)
+    result = await generate(client, request)
     assert result.finish_reason == "length"
     assert result.matched_stop is None
     assert len(result.ids_T) == 6
@@ -219,7 +206,7 @@ async def test_a_whole_reply_has_ids_logprobs_and_versions(
     assert_spans_cover(result.spans, 6)
 
 
-async def test_stream_pieces_join_to_the_whole_reply(
+async def test_pieces_join_to_the_whole_reply(
     client: SglangClient,
 ):
     """SGLang makes one piece of tokens that its HTTP process was late for, so that they
@@ -237,6 +224,18 @@ async def test_stream_pieces_join_to_the_whole_reply(
     assert num_tokens == 90
     assert_spans_cover(result.spans, 90)
     assert result.finish_reason == "length"
+
+
+async def test_an_event_has_as_many_tokens_as_its_request_says(
+    client: SglangClient,
+):
+    request = ask(PROMPT, tokens=90, stream_interval=32)
+    chunks, result = await collect(client.stream(request))
+    ends = np.cumsum([len(chunk.ids_T) for chunk in chunks]).tolist()
+    assert set(ends) <= {1, 33, 65, 90}
+    assert len(ends) >= 2
+    assert ends[-1] == 90
+    assert_spans_cover(result.spans, 90)
 
 
 async def test_every_piece_of_a_stream_has_the_exact_weight_versions_so_far(
@@ -279,42 +278,43 @@ async def test_a_reply_that_another_request_continues_is_the_whole_reply(
     if not server.startswith("real"):
         pytest.skip("the replies of stand-ins depend on the whole prompt")
     sampling = greedy(tokens=12)
-    whole = await client.generate(ask(PROMPT, sampling=sampling))
+    whole = await generate(client, ask(PROMPT, sampling=sampling))
     ids = whole.ids_T.tolist()
-    rest = await client.generate(
-        ask([*PROMPT, *ids[:after]], sampling=greedy(tokens=12 - after))
+    rest = await generate(
+        client, ask([*PROMPT, *ids[:after]], sampling=greedy(tokens=12 - after))
     )
     assert [*ids[:after], *rest.ids_T.tolist()] == ids
     logprobs_T = np.concatenate([whole.logprobs_T[:after], rest.logprobs_T])
     assert logprobs_T == pytest.approx(whole.logprobs_T, abs=1e-3)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("interval", [None, 32])
 async def test_end_token_ends_the_reply_and_is_part_of_it(
     client: SglangClient,
-    stream: bool,
+    interval: int | None,
 ):
     sampling = greedy(tokens=4)
-    unstopped = await client.generate(ask(PROMPT, sampling=sampling))
+    unstopped = await generate(client, ask(PROMPT, sampling=sampling))
     end = int(unstopped.ids_T[0])
     request = ask(
         PROMPT,
         sampling=sampling,
         stop_token_ids=(end,),
         ignore_eos=False,
+        stream_interval=interval,
     )
-    result = await reply(client, request, stream=stream)
+    result = await generate(client, request)
     assert result.finish_reason == "stop"
     assert result.matched_stop == end
     assert result.ids_T.tolist() == [end]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("interval", [None, 32])
 async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     client: SglangClient,
     server: str,
     tiny_model: Path,
-    stream: bool,
+    interval: int | None,
 ):
     if server == "fake":
         pytest.skip("the fake engine knows no text")
@@ -324,7 +324,7 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     sampling = greedy(tokens=20)
-    unstopped = await client.generate(ask(PROMPT, sampling=sampling))
+    unstopped = await generate(client, ask(PROMPT, sampling=sampling))
     unstopped_ids = unstopped.ids_T.tolist()
     stops = [
         character
@@ -335,8 +335,13 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
         pytest.skip("this random model says nothing printable")
     stop = stops[0]
 
-    request = ask(PROMPT, sampling=sampling, stop=(stop,))
-    result = await reply(client, request, stream=stream)
+    request = ask(
+        PROMPT,
+        sampling=sampling,
+        stop=(stop,),
+        stream_interval=interval,
+    )
+    result = await generate(client, request)
     assert result.finish_reason == "stop"
     assert result.matched_stop == stop
     ids = result.ids_T.tolist()
@@ -345,10 +350,10 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     assert stop not in text(ids[:-1])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("interval", [None, 32])
 async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
     client: SglangClient,
-    stream: bool,
+    interval: int | None,
 ):
     """Where sampling is greedy, the first of them is what was sampled, with the same
     log-prob."""
@@ -356,8 +361,9 @@ async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
         PROMPT,
         sampling=greedy(tokens=6),
         top_logprobs=3,
+        stream_interval=interval,
     )
-    result = await reply(client, request, stream=stream)
+    result = await generate(client, request)
     top = result.top.reshape(6, 3)
     top_ids = top["id"]
     top_logprobs = top["logprob"]
@@ -371,7 +377,7 @@ async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
 async def test_reply_has_no_top_tokens_unless_they_are_wanted(
     client: SglangClient,
 ):
-    result = await client.generate(ask([5], tokens=1))
+    result = await generate(client, ask([5], tokens=1))
     assert result.top.size == 0
 
 
@@ -379,9 +385,9 @@ async def test_continued_path_is_read_from_the_cache(
     client: SglangClient,
 ):
     prompt = random_prompt(60)
-    first = await client.generate(ask(prompt))
+    first = await generate(client, ask(prompt))
     continued = [*prompt, *first.ids_T.tolist(), *PROMPT]
-    second = await client.generate(ask(continued))
+    second = await generate(client, ask(continued))
     assert first.cached_tokens < 8
     assert 60 <= second.cached_tokens < 70
 
@@ -392,7 +398,7 @@ async def test_closing_a_stream_ends_its_generation(
     stream = client.stream(ask([5, 6, 7], tokens=1500))
     async with contextlib.aclosing(stream):
         await anext(stream)
-    result = await client.generate(ask([5, 6, 7], tokens=2))
+    result = await generate(client, ask([5, 6, 7], tokens=2))
     assert len(result.ids_T) == 2
 
 
@@ -409,9 +415,9 @@ async def test_request_that_would_kill_an_engine_is_refused(
         ask(too_long, tokens=100),
     ):
         with pytest.raises(SessionError) as caught:
-            await client.generate(request)
+            await generate(client, request)
         assert caught.value.status == 400
-    result = await client.generate(ask([5]))
+    result = await generate(client, ask([5]))
     assert result.finish_reason == "length"
 
 
@@ -423,6 +429,4 @@ async def test_unreachable_engine_is_a_server_error():
     request = ask([5])
     async with client:
         with pytest.raises(ServerError):
-            await client.generate(request)
-        with pytest.raises(ServerError):
-            await anext(client.stream(request))
+            await generate(client, request)

@@ -14,6 +14,7 @@ import xgrammar
 from numpy.typing import NDArray
 from rank_pool import RankPool
 from slow_cases import first_quick
+from streamed import generate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -53,7 +54,7 @@ async def sampled(
         sampling=Sampling(temperature=temperature, max_new_tokens=new),
         extra_sampling=extra,
     )
-    result = await client.generate(request)
+    result = await generate(client, request)
     return result.ids_T.tolist(), result.logprobs_T
 
 

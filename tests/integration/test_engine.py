@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from slow_cases import first_quick
-from streamed import collect
+from streamed import collect, generate
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
@@ -54,7 +54,7 @@ def request(
 
 
 async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) -> None:
-    whole = await engine.client.generate(request([1, 30, 40], new=9, ignore_eos=True))
+    whole = await generate(engine.client, request([1, 30, 40], new=9, ignore_eos=True))
     assert len(whole.ids_T) == 9
     assert len(whole.logprobs_T) == 9
     assert whole.finish_reason == "length"
@@ -71,16 +71,17 @@ async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) ->
 async def test_connection_closed_by_the_server_is_not_reused(engine: Engine) -> None:
     """Idle for longer than the server keeps it, while our event loop stood still and
     saw nothing of it."""
-    await engine.client.generate(request([1, 30, 40], new=1))
+    await generate(engine.client, request([1, 30, 40], new=1))
     time.sleep(7)
-    assert len((await engine.client.generate(request([1, 30, 40], new=1))).ids_T) == 1
+    assert len((await generate(engine.client, request([1, 30, 40], new=1))).ids_T) == 1
 
 
 async def test_stop_token_ends_the_reply_and_is_reported(engine: Engine) -> None:
     found = None
     for _ in range(40):
-        result = await engine.client.generate(
-            request([1, 30], new=64, stop_token_ids=tuple(range(0, 512, 2)))
+        result = await generate(
+            engine.client,
+            request([1, 30], new=64, stop_token_ids=tuple(range(0, 512, 2))),
         )
         if result.finish_reason == "stop":
             found = result
@@ -91,11 +92,11 @@ async def test_stop_token_ends_the_reply_and_is_reported(engine: Engine) -> None
 
 
 async def test_longer_prompt_reuses_the_cached_prefix(engine: Engine) -> None:
-    first = await engine.client.generate(
-        request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True)
+    first = await generate(
+        engine.client, request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True)
     )
     whole = [9, 9, 8, 8, *range(60, 90), *first.ids_T.tolist(), 7]
-    second = await engine.client.generate(request(whole, new=2))
+    second = await generate(engine.client, request(whole, new=2))
     assert second.cached_tokens >= len(whole) - 3
 
 
@@ -130,7 +131,7 @@ async def test_request_that_an_engine_would_die_of_or_cut_short_is_refused(
     engine: Engine, ids: list[int], new: int, code: str
 ) -> None:
     with pytest.raises(SessionError) as raised:
-        await engine.client.generate(request(ids, new=new))
+        await generate(engine.client, request(ids, new=new))
     assert (raised.value.status, raised.value.code) == (400, code)
     with pytest.raises(SessionError):
         async for _ in engine.client.stream(request(ids, new=new)):
@@ -142,7 +143,7 @@ async def tokens_go_by(engine: Engine) -> None:
     """Whatever was asked before has got some, too: all that runs is stepped
     together."""
     for _ in range(3):
-        await engine.client.generate(request([1, 7], new=4, ignore_eos=True))
+        await generate(engine.client, request([1, 7], new=4, ignore_eos=True))
 
 
 async def test_abort_is_an_error_after_the_tokens_sampled_so_far(
@@ -213,7 +214,7 @@ async def test_paused_engine_holds_requests_and_counts_as_healthy(
     try:
         assert engine.receiver.is_paused
         flight = asyncio.create_task(
-            engine.client.generate(request([5, 6], new=3, ignore_eos=True))
+            generate(engine.client, request([5, 6], new=3, ignore_eos=True))
         )
         await asyncio.sleep(0.5)
         assert not flight.done()

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from streamed import generate
 from torch_trainer import TorchSender
 from torch_updates import CANARY, FP32
 
@@ -256,6 +257,6 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
     assert psutil.pid_exists(command.process.pid)
     key = await asyncio.to_thread(command.start_key)
     async with SglangClient(command.url, limits=fleet.limits, api_key=key) as client:
-        result = await client.generate(request())
+        result = await generate(client, request())
     assert [span.version for span in result.spans] == [5]
     assert await asyncio.to_thread(command.end, signal.SIGINT) == 130

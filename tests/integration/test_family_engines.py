@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from pool_sender import PoolSender, folder_checksums
 from rank_pool import RankPool, Trainer
 from slow_cases import first_quick
-from streamed import collect
+from streamed import Generated, collect, generate
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
 from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_client import SglangClient
@@ -191,7 +190,7 @@ async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
                 ignore_eos=True,
                 path_tokens=len(path),
             )
-            result = await client.generate(request)
+            result = await generate(client, request)
             assert result.experts_TLK is not None
             assert len(result.experts_TLK) == len(context) + 12
             records.append(result.experts_TLK.astype(np.int64))
@@ -225,7 +224,7 @@ async def update_in_mid_turn(
         router.url, limits=fleet.limits, api_key=router.api_key, experts=shape
     )
     async with client, asyncio.TaskGroup() as tasks:
-        turns: list[asyncio.Task[tuple[list[GenerateChunk], GenerateResult]]] = []
+        turns: list[asyncio.Task[tuple[list[GenerateChunk], Generated]]] = []
 
         async def pause_in_mid_turn() -> None:
             turns.append(

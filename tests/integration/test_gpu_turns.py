@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from streamed import collect
+from streamed import collect, generate
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
@@ -156,7 +156,7 @@ async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back
             await asyncio.gather(*(event.wait() for event in begun))
         await turns.give_to_trainer()
         trainer.train(2)
-        late = asyncio.create_task(client.generate(request(9, num_tokens=5)))
+        late = asyncio.create_task(generate(client, request(9, num_tokens=5)))
         await asyncio.sleep(0.5)
         assert not late.done()
         with pytest.raises(WeightSyncError, match="in progress"):
@@ -209,7 +209,7 @@ async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back
     async with SglangClient(
         fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
     ) as client:
-        served = await client.generate(request(1, num_tokens=5))
+        served = await generate(client, request(1, num_tokens=5))
     assert {span.version for span in served.spans} == {5}
 
 

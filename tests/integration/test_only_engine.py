@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from streamed import generate
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
@@ -54,7 +55,7 @@ async def sampled_version(fleet: Fleet) -> int:
         fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
     )
     async with client:
-        result = await client.generate(request)
+        result = await generate(client, request)
     return result.spans[-1].version
 
 

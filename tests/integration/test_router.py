@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from scripted_engine import ScriptedEngine, text_by_prompt
+from streamed import generate
 
 from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
@@ -58,7 +59,7 @@ async def test_router_forwards_whole_and_streamed_generations(
     router_client: SglangClient,
 ) -> None:
     results = await asyncio.gather(
-        *(router_client.generate(generation(i)) for i in range(8))
+        *(generate(router_client, generation(i)) for i in range(8))
     )
     assert all(len(result.ids_T) == 6 for result in results)
     items = [item async for item in router_client.stream(generation(1, new=400))]
@@ -125,10 +126,10 @@ async def test_router_sends_requests_only_to_registered_engines(
     await asyncio.to_thread(router.unregister, server.url)
     try:
         with pytest.raises(ServerError, match=r"answered /generate with (503|404)"):
-            await router_client.generate(generation(3))
+            await generate(router_client, generation(3))
     finally:
         await asyncio.to_thread(router.register, server.url, api_key=server.api_key)
-    assert len((await router_client.generate(generation(3))).ids_T) == 6
+    assert len((await generate(router_client, generation(3))).ids_T) == 6
 
 
 async def test_requests_sent_during_an_engines_pause_wait(
@@ -140,11 +141,11 @@ async def test_requests_sent_during_an_engines_pause_wait(
     await receiver.pause()
     try:
         flights = [
-            asyncio.create_task(router_client.generate(generation(index)))
+            asyncio.create_task(generate(router_client, generation(index)))
             for index in range(5)
         ]
         await asyncio.sleep(4.0)
-        flights.append(asyncio.create_task(router_client.generate(generation(5))))
+        flights.append(asyncio.create_task(generate(router_client, generation(5))))
         await asyncio.sleep(1.0)
         assert not any(flight.done() for flight in flights)
     finally:
@@ -175,7 +176,7 @@ async def test_router_keeps_a_session_on_one_engine(
                 )
             for _ in range(NUM_TURNS):
                 await asyncio.gather(
-                    *(client.generate(generation(index)) for index in range(20))
+                    *(generate(client, generation(index)) for index in range(20))
                 )
     finally:
         await asyncio.to_thread(router.stop)

@@ -11,6 +11,7 @@ from uuid import uuid4
 import aiohttp
 import numpy as np
 import pytest
+from streamed import generate
 
 from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
@@ -93,4 +94,4 @@ async def ask_as_the_gateway_does(fleet: Fleet) -> list[int]:
         api_key=fleet.router.api_key,
         name="router",
     ) as client:
-        return (await client.generate(request)).ids_T.tolist()
+        return (await generate(client, request)).ids_T.tolist()

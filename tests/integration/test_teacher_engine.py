@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from streamed import generate
 
 from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.fleet.fleet import Fleet
@@ -49,13 +50,14 @@ async def test_real_engine_scores_its_own_tokens_with_the_sampled_logprobs(
     engine = tiny_fleet.engines["engine-0"]
     samples: list[TrainSample] = []
     for number, prompt in enumerate(([1, 30, 40], [5, 400, 33, 33, 90], [7, 8])):
-        whole = await engine.client.generate(
+        whole = await generate(
+            engine.client,
             GenerateRequest(
                 rid=f"teacher-{number}",
                 input_ids_T=np.array(prompt, np.int32),
                 sampling=Sampling(max_new_tokens=20 + number),
                 ignore_eos=True,
-            )
+            ),
         )
         samples.append(sample_of(prompt, whole.ids_T, whole.logprobs_T))
     last_id = sample_of(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from streamed import generate
 from train_reference import Reference
 
 from invrl.engines.client.generation import GenerateRequest
@@ -23,14 +24,15 @@ async def test_top_tokens_of_an_engine_equal_the_models_at_the_sampling_temperat
     tiny_fleet: Fleet, tiny_model: Path
 ) -> None:
     prompt = [1, 30, 40]
-    whole = await tiny_fleet.engines["engine-0"].client.generate(
+    whole = await generate(
+        tiny_fleet.engines["engine-0"].client,
         GenerateRequest(
             rid="top-tokens",
             input_ids_T=np.array(prompt, np.int32),
             sampling=Sampling(max_new_tokens=20, temperature=TEMPERATURE),
             ignore_eos=True,
             top_logprobs=K,
-        )
+        ),
     )
     top_TK = whole.top.reshape(-1, K)
     assert len(top_TK) == len(whole.ids_T) == 20

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from streamed import collect
+from streamed import Generated, collect
 from torch_trainer import TorchSender
 from torch_updates import CANARY, Update
 from transformers import DynamicCache, PreTrainedModel
 
 from invrl.engines.client import weight_receiver
-from invrl.engines.client.generation import GenerateRequest, GenerateResult
+from invrl.engines.client.generation import GenerateRequest
 from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.engines.config import EngineConfig
@@ -71,7 +71,7 @@ class Updates:
         num_tokens: int,
         begun: asyncio.Event | None = None,
         on_chunk: Callable[[], object] = lambda: None,
-    ) -> GenerateResult:
+    ) -> Generated:
         request = GenerateRequest(
             rid=f"in-flight-{np.random.randint(1 << 40)}",
             input_ids_T=np.array(prompt, np.int32),
@@ -84,7 +84,7 @@ class Updates:
         return result
 
     def gap(
-        self, prompt: Sequence[int], result: GenerateResult, *, keeps_cache: bool
+        self, prompt: Sequence[int], result: Generated, *, keeps_cache: bool
     ) -> float:
         """The largest difference between the engine's log-probs and those of the
         version that each token claims. `keeps_cache`: of a context whose keys and
@@ -217,7 +217,7 @@ async def test_every_token_of_8_streams_has_its_true_version_over_50_updates(
 ) -> None:
     keeps_cache = "in_place" in request.node.name
     is_over = False
-    finished: list[tuple[list[int], GenerateResult]] = []
+    finished: list[tuple[list[int], Generated]] = []
 
     async def stream(index: int, begun: asyncio.Event) -> None:
         turn = 0
@@ -294,7 +294,7 @@ async def test_drain_lets_running_requests_end_and_holds_new_requests(
     ]
     await asyncio.gather(*(event.wait() for event in begun))
     updating = asyncio.create_task(updates.next())
-    late: list[asyncio.Task[GenerateResult]] = []
+    late: list[asyncio.Task[Generated]] = []
     while not updating.done():
         late.append(asyncio.create_task(updates.sample([7, 7, len(late)], 8)))
         await asyncio.sleep(0.1)

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 from streamed import collect
@@ -38,7 +39,7 @@ async def client(engine: PacedEngine) -> AsyncIterator[SglangClient]:
     server.close()
 
 
-async def test_fake_engine_of_the_bench_replies_whole_and_streamed(
+async def test_fake_engine_of_the_bench_streams_in_events_of_any_size(
     engine: PacedEngine, client: SglangClient
 ):
     engine.pace_s = 0.01
@@ -48,8 +49,11 @@ async def test_fake_engine_of_the_bench_replies_whole_and_streamed(
         sampling=Sampling(max_new_tokens=5),
     )
     started = time.monotonic()
-    whole = await client.generate(request)
+    coarse, whole = await collect(
+        client.stream(msgspec.structs.replace(request, stream_interval=3))
+    )
     assert time.monotonic() - started >= 5 * engine.pace_s
+    assert [len(chunk.ids_T) for chunk in coarse] == [1, 3, 1]
     chunks, result = await collect(client.stream(request))
     for reply in (whole, result):
         assert reply.ids_T.tolist() == [11, 12, 13, 11, 12]

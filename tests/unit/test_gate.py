@@ -16,14 +16,13 @@ import pytest
 from fakes import FakeEngine, random_reply
 from gate_policies import hold_all
 from running_gateway import ASK, running
+from streamed import generate
 from virtual_agents import open_record
 
 from invrl.engines.client.generation import (
-    NO_TOP,
     GenerateChunk,
     GenerateEnd,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.load_watch import LoadWatch
@@ -176,28 +175,22 @@ class TimedSampler:
     requests: list[GenerateRequest] = field(default_factory=list)
     ended_at: list[float] = field(default_factory=list)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
         self.requests.append(request)
         await asyncio.sleep(1.0)
         self.ended_at.append(asyncio.get_running_loop().time())
-        return GenerateResult(
-            ids_T=np.zeros(10, np.int32),
-            logprobs_T=np.zeros(10, np.float32),
+        yield GenerateChunk(
+            ids_T=np.zeros(10, np.int32), logprobs_T=np.zeros(10, np.float32), spans=()
+        )
+        yield GenerateEnd(
             spans=(),
             finish_reason="length",
             matched_stop=None,
             cached_tokens=0,
             engine="start-of-" + self.engines.get(request.routing_key, "e0"),
         )
-
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
-        whole = await self.generate(request)
-        yield GenerateChunk(
-            ids_T=whole.ids_T, logprobs_T=whole.logprobs_T, spans=(), top=NO_TOP
-        )
-        yield whole
 
 
 def request_of(session_id: str, tokens: int = 100) -> GenerateRequest:
@@ -251,7 +244,7 @@ class Gated:
 
 def test_held_turn_is_sampled_after_the_longest_hold() -> None:
     gated = Gated(hold_all, max_hold_s=60.0)
-    gated.run(gated.sampler.generate(request_of("a")))
+    gated.run(generate(gated.sampler, request_of("a")))
     assert gated.engines.ended_at == [61.0]
     held_s = 60.0 - _REVIEW_PAUSE_S
     assert gated.gate.metrics() == {
@@ -326,7 +319,7 @@ def test_retry_of_a_client_that_disconnected_does_not_begin_a_new_hold() -> None
 
 def test_turn_that_is_not_held_counts_as_such() -> None:
     gated = Gated(program)
-    gated.run(gated.sampler.generate(request_of("a")))
+    gated.run(generate(gated.sampler, request_of("a")))
     assert gated.engines.ended_at[0] < 1.1
     assert gated.gate.metrics() == {"turns_held": 0, "seconds_held": 0.0}
 
@@ -335,8 +328,8 @@ def test_held_turn_passes_as_soon_as_another_session_is_closed() -> None:
     gated = Gated(program, fleet=fleet_of(150))
 
     async def work() -> None:
-        await gated.sampler.generate(request_of("a"))
-        held = asyncio.create_task(gated.sampler.generate(request_of("b")))
+        await generate(gated.sampler, request_of("a"))
+        held = asyncio.create_task(generate(gated.sampler, request_of("b")))
         await asyncio.sleep(20.0)
         assert len(gated.engines.requests) == 1
         del gated.records[0]
@@ -344,17 +337,6 @@ def test_held_turn_passes_as_soon_as_another_session_is_closed() -> None:
 
     gated.run(work())
     assert 21.0 < gated.engines.ended_at[1] < 24.0
-
-
-def test_streamed_turn_is_held_too() -> None:
-    gated = Gated(hold_all, max_hold_s=5.0)
-
-    async def work() -> None:
-        parts = [part async for part in gated.sampler.stream(request_of("a"))]
-        assert [type(part) for part in parts] == [GenerateChunk, GenerateResult]
-
-    gated.run(work())
-    assert gated.engines.ended_at == [6.0]
 
 
 def test_cancelled_turn_leaves_the_gate() -> None:
@@ -370,7 +352,7 @@ def test_cancelled_turn_leaves_the_gate() -> None:
 
     async def work() -> None:
         held = [
-            asyncio.create_task(gated.sampler.generate(request_of(session_id)))
+            asyncio.create_task(generate(gated.sampler, request_of(session_id)))
             for session_id in "ab"
         ]
         await asyncio.sleep(3.0)
@@ -387,9 +369,9 @@ def test_session_that_samples_already_is_not_held() -> None:
     gated = Gated(hold_all, max_hold_s=10.0)
 
     async def work() -> None:
-        first = asyncio.create_task(gated.sampler.generate(request_of("a")))
+        first = asyncio.create_task(generate(gated.sampler, request_of("a")))
         await asyncio.sleep(10.5)
-        second = asyncio.create_task(gated.sampler.generate(request_of("a")))
+        second = asyncio.create_task(generate(gated.sampler, request_of("a")))
         await asyncio.gather(first, second)
 
     gated.run(work())
@@ -402,8 +384,8 @@ def test_further_attempt_at_a_turn_does_not_wait_again() -> None:
     again = msgspec.structs.replace(first, rid=f"{first.rid}-again-1")
 
     async def work() -> None:
-        await gated.sampler.generate(first)
-        await gated.sampler.generate(again)
+        await generate(gated.sampler, first)
+        await generate(gated.sampler, again)
 
     gated.run(work())
     assert gated.engines.ended_at == [11.0, 12.0]
@@ -433,7 +415,7 @@ def test_policy_that_answers_nonsense_is_not_asked_again(
 
     async def work() -> None:
         for session_id in "aab":
-            await gated.sampler.generate(request_of(session_id))
+            await generate(gated.sampler, request_of(session_id))
 
     gated.run(work())
     assert calls == 1
@@ -456,7 +438,7 @@ def test_policy_that_raises_lets_all_turns_pass(
 
     async def work() -> None:
         for session_id in "ab":
-            await gated.sampler.generate(request_of(session_id))
+            await generate(gated.sampler, request_of(session_id))
 
     gated.run(work())
     assert len(gated.engines.ended_at) == 2
@@ -473,7 +455,7 @@ def test_gate_says_once_that_it_is_blind(caplog: pytest.LogCaptureFixture) -> No
 
     async def work() -> None:
         for session_id in "ab":
-            await gated.sampler.generate(request_of(session_id, 10**6))
+            await generate(gated.sampler, request_of(session_id, 10**6))
 
     gated.run(work())
     assert len(gated.engines.ended_at) == 2
@@ -494,7 +476,7 @@ def test_moved_session_is_sent_with_a_key_that_its_new_engine_has() -> None:
 
     async def work() -> None:
         for session_id in "aba":
-            await gated.sampler.generate(request_of(session_id))
+            await generate(gated.sampler, request_of(session_id))
 
     gated.run(work())
     # The first time no session is known to be at e1.
@@ -514,10 +496,10 @@ def test_policy_sees_what_each_session_does() -> None:
     gated = Gated(policy, fleet=fleet_of(1000, 1000))
 
     async def work() -> None:
-        await gated.sampler.generate(request_of("a", 100))
-        running = asyncio.create_task(gated.sampler.generate(request_of("b", 200)))
+        await generate(gated.sampler, request_of("a", 100))
+        running = asyncio.create_task(generate(gated.sampler, request_of("b", 200)))
         await asyncio.sleep(0.5)
-        await gated.sampler.generate(request_of("c", 300))
+        await generate(gated.sampler, request_of("c", 300))
         await running
 
     gated.run(work())
@@ -542,7 +524,7 @@ def test_worker_has_its_share_of_the_kv_cache() -> None:
         return {}
 
     gated = Gated(policy, fleet=fleet_of(1000), share=0.25)
-    gated.run(gated.sampler.generate(request_of("a")))
+    gated.run(generate(gated.sampler, request_of("a")))
     assert seen[0].engines["e0"].kv_tokens == 250
 
 
@@ -555,7 +537,7 @@ def test_older_groups_have_a_larger_priority_where_engines_have_it(
 
     async def work() -> None:
         for session_id in "abcd":
-            await gated.sampler.generate(request_of(session_id))
+            await generate(gated.sampler, request_of(session_id))
 
     gated.run(work())
     priorities = [sent.priority for sent in gated.engines.requests]
@@ -596,10 +578,8 @@ async def test_reply_has_the_name_of_its_engine(header: dict[str, str]) -> None:
         SglangClient(engine.url, limits=limits) as client,
     ):
         engine.headers = header
-        whole = await client.generate(request_of("a"))
-        parts = [part async for part in client.stream(request_of("b"))]
-        assert isinstance(parts[-1], GenerateEnd)
-        assert whole.engine == parts[-1].engine == header.get(INSTANCE_HEADER)
+        generated = await generate(client, request_of("a"))
+        assert generated.engine == header.get(INSTANCE_HEADER)
 
 
 async def test_engine_names_each_of_its_starts_in_its_replies() -> None:

@@ -23,6 +23,7 @@ from running_gateway import (
     eventually,
     running,
 )
+from streamed import generate
 
 from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
@@ -97,16 +98,16 @@ async def test_a_request_waits_while_the_router_has_no_engine(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reply_sampling, "_ENGINE_POLL_S", 0.01)
-    sample = SglangClient.generate
+    sample = SglangClient.stream
     asked: list[str] = []
 
-    async def generate(client: SglangClient, request: GenerateRequest):
+    def stream(client: SglangClient, request: GenerateRequest):
         asked.append(request.rid)
         if len(asked) < 20:
             raise NoEngineError("the router answered /generate with 503")
-        return await sample(client, request)
+        return sample(client, request)
 
-    monkeypatch.setattr(SglangClient, "generate", generate)
+    monkeypatch.setattr(SglangClient, "stream", stream)
     [session] = await gateway.open()
     await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
     assert len(set(asked)) == 20, "an engine may know an id that it has seen"
@@ -119,10 +120,10 @@ async def test_a_request_waits_for_an_engine_until_a_deadline(
 ):
     monkeypatch.setattr(reply_sampling, "_ENGINE_POLL_S", 0.01)
 
-    async def generate(client: SglangClient, request: GenerateRequest):
+    def stream(client: SglangClient, request: GenerateRequest):
         raise NoEngineError("no engine is there")
 
-    monkeypatch.setattr(SglangClient, "generate", generate)
+    monkeypatch.setattr(SglangClient, "stream", stream)
     async with running(tmp_path, model, renderer, engine_return_s=0.1) as gateway:
         [session] = await gateway.open()
         with pytest.raises(openai.APIError, match="no engine is there"):
@@ -185,5 +186,5 @@ async def test_a_router_without_engines_is_told_from_an_engine_that_fails(
         SglangClient(str(router.make_url("")), limits=limits) as client,
     ):
         with pytest.raises(ServerError) as raised:
-            await client.generate(request)
+            await generate(client, request)
     assert type(raised.value) is kind

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from tool_replies import CALC, PARSERS
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import reply_sampling
+from invrl.gateway.turns.reply_sampling import WHOLE_REPLY_INTERVAL
 from invrl.types.sessions import Session
 from invrl.types.turns import Turn
 
@@ -37,6 +38,15 @@ async def gateway(
     async with running(tmp_path, model, renderer) as chained:
         chained.engine.script = chained_reply()
         yield chained
+
+
+async def replied(
+    gateway: Running, session: Session, content: str = "12*13?", **options
+) -> str:
+    answer = await gateway.client(session).chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], **options
+    )
+    return answer.choices[0].message.content or ""
 
 
 async def streamed(
@@ -67,19 +77,33 @@ def assert_is_what_left_the_engines(turn: Turn, sent: Sequence[tuple[int, int]])
     assert np.array_equal(turn.logprobs_T, np.array(logprobs, np.float32))
 
 
-async def test_a_hundred_engines_die_in_streams_and_nothing_is_lost_or_sampled_twice(
-    gateway: Running, renderer: Renderer
+@pytest.mark.parametrize(
+    ("ask", "most_lost"),
+    [(streamed, 0), (replied, WHOLE_REPLY_INTERVAL - 1)],
+    ids=["streamed", "whole"],
+)
+async def test_a_hundred_engines_die_and_no_turn_and_no_token_that_came_is_lost(
+    gateway: Running,
+    renderer: Renderer,
+    ask: Callable[[Running, Session, str], Awaitable[str]],
+    most_lost: int,
 ):
     source = random.Random(3)
     engine = gateway.engine
     reply = chained_reply()
     deaths = 0
+    death = 0
+    lost: list[int] = []
 
     def script(prompt: Sequence[int]) -> Sequence[int]:
+        nonlocal death
         ids = reply(prompt)
         if engine.requests[-1]["rid"].count("-again-") == 0:
             last = min(len(ids), 64)
-            engine.holds = EngineDeaths(engine, source.randint(1, last))
+            death = source.randint(1, last)
+            engine.holds = EngineDeaths(engine, death)
+        else:
+            lost.append(death - 1 - len(engine.sent))
         return ids
 
     engine.script = script
@@ -87,7 +111,7 @@ async def test_a_hundred_engines_die_in_streams_and_nothing_is_lost_or_sampled_t
     for number in range(NUM_KILLS):
         engine.sent.clear()
         version = engine.version
-        text = await streamed(gateway, session, f"{number}*13?")
+        text = await ask(gateway, session, f"{number}*13?")
         deaths += engine.version - version
         turn = gateway.turns(session)[-1]
         first_prompt = np.concatenate([turn.context_ids_T, []]).tolist()
@@ -99,6 +123,9 @@ async def test_a_hundred_engines_die_in_streams_and_nothing_is_lost_or_sampled_t
         assert_is_what_left_the_engines(turn, engine.sent)
         assert text == renderer.reply_text(whole)
     assert deaths == NUM_KILLS
+    assert len(lost) == NUM_KILLS
+    assert min(lost) == 0
+    assert max(lost) <= most_lost
     turns = gateway.turns(session)
     assert len(turns) == NUM_KILLS
     assert all(turn.delivered for turn in turns)
@@ -137,32 +164,38 @@ async def test_a_turn_that_the_engine_aborts_goes_on(gateway: Running):
     assert len(engine.requests) == 3
 
 
-async def test_a_whole_reply_whose_engine_dies_is_asked_for_again(gateway: Running):
-    """Nothing of it has arrived, so nothing can be continued."""
-    engine = gateway.engine
-    engine.holds = EngineDeaths(engine, 5)
-    [session] = await gateway.open()
-    await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
-    [turn] = gateway.turns(session)
-    assert turn.versions_T.tolist() == [1] * len(turn.sampled_ids_T)
-    assert [len(body["input_ids"]) for body in engine.requests] == [
-        turn.prompt_tokens,
-        turn.prompt_tokens,
-    ]
-    assert "moved" not in await counts(gateway)
+async def test_a_whole_reply_that_cannot_move_is_sampled_anew(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
+    """Nobody has seen its tokens."""
+    async with running(tmp_path, model, renderer, constrained="skip") as gateway:
+        engine = gateway.engine
+        engine.holds = EngineDeaths(engine, 5)
+        [session] = await gateway.open()
+        await replied(gateway, session, response_format={"type": "json_object"})
+        [turn] = gateway.turns(session)
+        assert turn.versions_T.tolist() == [1] * len(turn.sampled_ids_T)
+        assert [len(body["input_ids"]) for body in engine.requests] == [
+            turn.prompt_tokens,
+            turn.prompt_tokens,
+        ]
+        counted = await counts(gateway)
+        assert not any("moved" in name for name in counted)
 
 
 @pytest.mark.parametrize(
-    ("deaths", "options", "reason"),
+    ("ask", "deaths", "options", "reason"),
     [
-        ((5, 1, 1), {}, "no_engine"),
-        ((5,), {"response_format": {"type": "json_object"}}, "grammar"),
+        (streamed, (5, 1, 1), {}, "no_engine"),
+        (replied, (5, 1, 1), {}, "no_engine"),
+        (streamed, (5,), {"response_format": {"type": "json_object"}}, "grammar"),
     ],
 )
 async def test_a_turn_that_cannot_move_is_aborted_with_its_reason(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,
+    ask: Callable[..., Awaitable[str]],
     deaths: tuple[int, ...],
     options: dict,
     reason: str,
@@ -172,7 +205,7 @@ async def test_a_turn_that_cannot_move_is_aborted_with_its_reason(
         engine.holds = EngineDeaths(engine, *deaths)
         [session] = await gateway.open()
         with pytest.raises(openai.APIError, match="closed the connection"):
-            await streamed(gateway, session, **options)
+            await ask(gateway, session, **options)
         await eventually(lambda: len(gateway.turns(session)) == 1)
         [turn] = gateway.turns(session)
         assert turn.finish_reason == "abort"

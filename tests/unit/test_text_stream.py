@@ -123,11 +123,15 @@ def test_the_longest_beginning_of_a_stop_string_is_held_back(text: str, mark: st
 
 def test_text_is_settled_unless_a_character_or_a_stop_string_may_have_begun():
     stream = TextStream(of_bytes, ("END",))
-    settled = []
-    for byte in "aé EN EE".encode():
+    settled = [True, False, True, True, False, False, True, False, False]
+    ids = "aé EN EE".encode()
+    fresh = TextStream(of_bytes, ("END",))
+    for position, byte in enumerate(ids):
+        assert stream.is_settled_after([byte]) == settled[position]
         stream.push([byte])
-        settled.append(stream.is_settled)
-    assert settled == [True, False, True, True, False, False, True, False, False]
+        assert stream.is_settled_after([]) == settled[position]
+        assert fresh.is_settled_after(ids[: position + 1]) == settled[position]
+    assert not fresh.is_settled_after(b"the END of it")
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text():

@@ -12,6 +12,7 @@ import openai
 import pytest
 from fakes import FakeEngine, random_reply
 from running_gateway import ASK, ENV_KEY, running
+from streamed import generate
 
 from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
@@ -215,7 +216,7 @@ async def ask(client: SglangClient, *, stream: bool) -> None:
         top_logprobs=TOP,
     )
     if not stream:
-        await client.generate(request)
+        await generate(client, request)
         return
     ends = [
         item async for item in client.stream(request) if isinstance(item, GenerateEnd)

@@ -19,7 +19,10 @@ from invrl.engines.client.sglang_responses import (
     MetaInfo,
 )
 from invrl.engines.client.version_spans import version_spans
-from invrl.engines.inside_sglang.routed_experts_label import EXPERTS_LABEL
+from invrl.engines.inside_sglang.request_labels import (
+    EXPERTS_LABEL,
+    INTERVAL_LABEL,
+)
 from invrl.errors import (
     ServerError,
 )
@@ -79,6 +82,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Prompt tokens that belong to earlier turns, which recorded their experts."""
     priority: int | None = None
     """Larger is sampled first. For engines with priority scheduling only."""
+    stream_interval: int | None = None
+    """Number of tokens in each event but the first, which has one token. None: the
+    engine's setting, which is 1 unless the user changes it."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -111,16 +117,8 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Name that the engine gives itself (`EngineLoad.instance`)."""
 
 
-class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
-    """A whole finished generation."""
-
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
-    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
-
-
 def generate_json(
-    request: GenerateRequest, *, stream: bool, with_experts: bool = False
+    request: GenerateRequest, *, with_experts: bool = False
 ) -> dict[str, Json]:
     """Return the body of `POST /generate`. `with_experts`: the response includes the
     experts that computed the tokens."""
@@ -143,20 +141,25 @@ def generate_json(
         "input_ids": request.input_ids_T.tolist(),
         "sampling_params": sampling_params,
         "return_logprob": True,
-        "stream": stream,
+        "stream": True,
     }
     if request.priority is not None:
         body["priority"] = request.priority
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
+    labels: dict[str, Json] = {}
+    if request.stream_interval is not None:
+        labels[INTERVAL_LABEL] = str(request.stream_interval)
     if with_experts:
-        body["custom_labels"] = {EXPERTS_LABEL: str(first_row(request.path_tokens))}
+        labels[EXPERTS_LABEL] = str(first_row(request.path_tokens))
+    if labels:
+        body["custom_labels"] = labels
     return body
 
 
 class GenerationReader:
-    """Reads one generation: its disjoint events (`--incremental-streaming-output`), or
-    one whole response."""
+    """Reads the disjoint events (`--incremental-streaming-output`) of one
+    generation."""
 
     def __init__(
         self, request: GenerateRequest, experts: ExpertsShape | None, check: ReplyCheck

@@ -37,7 +37,6 @@ from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateEnd,
     GenerateRequest,
-    GenerateResult,
     GenerationReader,
     generate_json,
 )
@@ -169,47 +168,18 @@ class SglangClient:
 
     # ----------------------------------------------------------------- generation
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate a whole reply. Cancelling the call cancels the generation.
-
-        Raises SessionError (400) for an invalid request, ServerError, DeadlineError.
-        """
-        self.validate(request.input_ids_T, request.sampling.max_new_tokens)
-        body = generate_json(
-            request, stream=False, with_experts=self._experts is not None
-        )
-        reply = await self._ask_named(
-            "/generate",
-            body,
-            deadline_s=self._generate_deadline_s,
-            routing_key=request.routing_key,
-        )
-        reader = self._reader(request)
-        with self._report_wrong_replies():
-            chunk = reader.add(decode_event(reply.body))
-            if not reader.has_ended:
-                raise WrongReplyError("a whole reply without a finish reason")
-            end = msgspec.structs.replace(reader.end(), engine=reply.engine)
-        return GenerateResult(
-            **msgspec.structs.asdict(end),
-            ids_T=chunk.ids_T,
-            logprobs_T=chunk.logprobs_T,
-            top=chunk.top,
-        )
-
     async def stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
         """Yield chunks of new tokens as they come, without keeping them. The last item
         is the end.
 
-        Errors as in `generate`. Closing the iterator drops the connection, which ends
-        the generation within 0.1 s.
+        Raises SessionError (400) for an invalid request, ServerError, DeadlineError.
+        Closing the iterator drops the connection, which ends the generation within
+        0.1 s.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
-        body = generate_json(
-            request, stream=True, with_experts=self._experts is not None
-        )
+        body = generate_json(request, with_experts=self._experts is not None)
         reader = self._reader(request)
         engine = None
         try:
@@ -441,7 +411,6 @@ class SglangClient:
         *,
         deadline_s: float,
         key: str | None = None,
-        routing_key: str = "",
     ) -> _Reply:
         """Return the whole response of `_open`. `key` None stands for the key that
         samples."""
@@ -450,7 +419,7 @@ class SglangClient:
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                self._open(path, body, key=key, routing_key=routing_key) as response,
+                self._open(path, body, key=key) as response,
             ):
                 return _Reply(
                     await response.read(), response.headers.get(INSTANCE_HEADER)

@@ -48,7 +48,7 @@ class MetaInfo(msgspec.Struct):
 
 
 class GenerateEvent(msgspec.Struct):
-    """One event of a stream (the tokens since the previous event), or a whole reply."""
+    """One event of a stream: the tokens since the previous event."""
 
     meta_info: MetaInfo | None = None
     output_ids: list[int] = []

@@ -32,14 +32,18 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import psutil
 
-from invrl.engines.client.generation import GenerateRequest, GenerateResult
+from invrl.engines.client.generation import (
+    GenerateChunk,
+    GenerateEnd,
+    GenerateRequest,
+)
 from invrl.errors import InvrlError, WrongReplyError
 from invrl.host.processes.process import ENDED, STOPPED, process_state
 from invrl.types.sessions import Sampling
@@ -71,7 +75,9 @@ class Answers(Protocol):
 class Generates(Protocol):
     """Part of `SglangClient` that samples."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
+    def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]: ...
 
 
 class Updated(Protocol):
@@ -191,15 +197,19 @@ async def wrong_reply(
         sampling=Sampling(max_new_tokens=_EXAMINED_TOKENS),
         ignore_eos=True,
     )
+    claimed = 0
     try:
-        async with asyncio.timeout(deadline_s):
-            result = await client.generate(request)
+        async with (
+            asyncio.timeout(deadline_s),
+            contextlib.aclosing(client.stream(request)) as items,
+        ):
+            async for item in items:
+                claimed = max(span.version for span in item.spans)
     except WrongReplyError as error:
         return str(error)
     except (InvrlError, TimeoutError) as error:
         _LOG.info("an engine did not answer its examination: %s", error)
         return ""
-    claimed = max(span.version for span in result.spans)
     if claimed > newest_version:
         return f"it claims weight version {claimed}; the newest is {newest_version}"
     return ""

@@ -38,7 +38,7 @@ from invrl.engines.inside_sglang.engine_routes import add_routes
 from invrl.engines.inside_sglang.engine_traces import FLAG, send_spans_over_http
 from invrl.engines.inside_sglang.event_versions import report_versions_in_every_event
 from invrl.engines.inside_sglang.kv_cache_versions import separate_kv_of_versions
-from invrl.engines.inside_sglang.routed_experts_label import respond_with_experts
+from invrl.engines.inside_sglang.request_labels import read_labels
 from invrl.engines.inside_sglang.server_info_keys import hide_keys_in_responses
 from invrl.host import sglang_on_cpu
 from invrl.host.output.masked_keys import mask_keys_in_logs
@@ -146,6 +146,7 @@ def import_sglang() -> None:
     add_identity_route()
     add_routes()
     add_instance_header()
+    read_labels()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until it is written, as a collection does
     gc.enable()
@@ -158,7 +159,6 @@ def serve(flags: Sequence[str]) -> None:
         sglang_on_cpu.support_seeds()
     if "--enable-return-routed-experts" in flags:
         sglang_on_cpu.support_routed_experts()
-        respond_with_experts()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import hf_transformers_utils, kill_process_tree

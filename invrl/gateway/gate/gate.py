@@ -23,7 +23,6 @@ from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateEnd,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.generation import Sampler
@@ -337,13 +336,6 @@ class GatedSampler:
     def __init__(self, sampler: Sampler, gate: Gate) -> None:
         self._sampler = sampler
         self._gate = gate
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        async with self._gate.turn(request) as turn:
-            result = await self._sampler.generate(turn.request)
-            turn.num_sampled = len(result.ids_T)
-            turn.instance = result.engine
-            return result
 
     async def stream(
         self, request: GenerateRequest

@@ -41,10 +41,15 @@ class TextStream:
         self._text = ""
         """Text not returned yet: it is, or may become, a stop string."""
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all text so far has been returned."""
-        return not self._text and len(self._decode(self._ids)) == self._num_shown
+    def is_settled_after(self, ids: Sequence[int]) -> bool:
+        """Whether no text at the end may change, or become a stop string, with the ids
+        that follow `ids`, which have not been pushed."""
+        text = self._decode([*self._ids, *ids])[self._num_shown :]
+        if text.endswith(_INCOMPLETE):
+            return False
+        text = self._text + text
+        holds_stop = any(stop in text for stop in self._stop)
+        return not holds_stop and partial_mark_length(text, self._stop) == 0
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that may be shown now."""

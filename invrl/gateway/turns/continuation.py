@@ -24,7 +24,6 @@ from invrl.engines.client.generation import (
     GenerateChunk,
     GenerateEnd,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.errors import ServerError, WrongReplyError
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
@@ -88,7 +87,7 @@ class Segments:
         """Whether the last segment has tokens."""
         return bool(self._last_spans)
 
-    def add(self, chunk: GenerateChunk | GenerateResult) -> None:
+    def add(self, chunk: GenerateChunk) -> None:
         """Add the chunk's tokens to the last segment."""
         if not self._last_spans:
             self.num_segments += 1
@@ -117,6 +116,19 @@ class Segments:
                 return dependence
         self._earlier_spans = self.spans
         self._last_spans = ()
+        return self._next_request()
+
+    def restart(self) -> GenerateRequest:
+        """Forget all tokens. Return the request that samples the reply anew."""
+        self._ids = array("i")
+        self._earlier_spans = ()
+        self._last_spans = ()
+        self.num_segments = 0
+        return self._next_request()
+
+    def _next_request(self) -> GenerateRequest:
+        """Return the request that continues the tokens so far, with an id that no
+        engine knows."""
         request = self._request
         rid = f"{request.rid}-again-{self._num_requests}"
         self._num_requests += 1

@@ -25,7 +25,6 @@ from invrl.engines.client.generation import (
     NO_TOP,
     GenerateChunk,
     GenerateRequest,
-    GenerateResult,
 )
 from invrl.errors import (
     DiskFullError,
@@ -341,7 +340,7 @@ class Generation:
                     raise
             await asyncio.sleep(_SPACE_POLL_S)
 
-    def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
+    def _take(self, chunk: GenerateChunk) -> None:
         """Publish the tokens of a chunk, even if their text cannot be parsed: they were
         sampled."""
         delta = Delta()
@@ -356,7 +355,7 @@ class Generation:
                 )
             )
 
-    def _take_top(self, chunk: GenerateChunk | GenerateResult) -> NDArray[np.void]:
+    def _take_top(self, chunk: GenerateChunk) -> NDArray[np.void]:
         """Keep the likeliest tokens to record; return those to show to the client."""
         if chunk.top.size == 0:
             return NO_TOP
