@@ -15,6 +15,7 @@ from virtual_run import Setting, virtual_run
 
 from invrl.buffer.config import BufferConfig
 from invrl.cli.commands.plan import plan
+from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.run.plan.config import PlanConfig
 from invrl.run.plan.jumping_clock import run_jumping
@@ -29,6 +30,7 @@ from invrl.run.plan.plan import (
 from invrl.run.plan.recorded_workload import engine_rates, read_run
 from invrl.run.plan.virtual_run import VirtualRun
 from invrl.run.plan.workload import LognormalLengths, RecordedLengths, Workload
+from invrl.run.settings.config import resolve
 from invrl.types.rollouts import RolloutSummary
 
 SETTINGS = [
@@ -253,6 +255,26 @@ def test_plan_reads_lengths_and_rates_of_a_run(
     text = capsys.readouterr().out
     assert "trainer     5.5 s with the weight update" in text
     assert re.search(r"^give: --max-staleness \d --admission \w+ ", text, re.MULTILINE)
+
+
+def test_plan_leaves_out_engines_that_are_set_aside_for_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded(tmp_path)
+    write_steps(run)
+    settings = (
+        "--num-engines 4 --eval.engines 1 --eval.tasks 4 --eval.interval 2".split()
+    )
+    run.folder.config_path.write_text(resolve(*parse_flags(settings)).to_toml())
+    read, _ = read_run(run.folder)
+    assert (read.num_engines, read.eval_engines) == (3, 1)
+    plan(
+        "--length-mean 50 --rollout-batch-size 2 --n-samples-per-prompt 4 --token-s 0.01 "
+        "--request-s 0.001 --training-s 0.2 --eval-engines 2".split()
+    )
+    text = capsys.readouterr().out
+    assert "1 for engines (1)" in text
+    assert text.endswith("--num-engines 3 --eval.engines 2\n")
 
 
 def test_plan_of_flags_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
