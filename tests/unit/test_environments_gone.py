@@ -107,6 +107,7 @@ async def test_sessions_of_a_vanished_environment_fail_with_their_own_reason(
         "session_id": opened[0].id,
         "state": "expired",
         "session_idle_timeout_s": IDLE_S,
+        "held_s": 0.0,
     }
 
 
