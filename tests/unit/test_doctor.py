@@ -147,6 +147,11 @@ def few_gpus(plot: Plot) -> None:
     flag(num_engines="2")(plot)
 
 
+def large_cache(plot: Plot) -> None:
+    fact(gpus=1, gpu_memory_bytes=10**10)(plot)
+    flag(**{"engine.max_total_tokens": "2000000000"})(plot)
+
+
 def hidden_gpus(plot: Plot) -> None:
     fact(nvidia=True)(plot)
     plot.patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -350,6 +355,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         FAILED,
         "do not fit on it together",
         "second GPU",
+    ),
+    (
+        "a cache too large beside the trainer",
+        large_cache,
+        "divided gpu",
+        WARNING,
+        "has memory for about",
+        "lower it",
     ),
     ("too few GPUs", few_gpus, "gpu plan", FAILED, "needs 3", "--num-engines to 1"),
     (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from gpu_check.failure import describe_failure
 from gpu_check.record import Record
 from gpu_check.settings import CheckSettings
 from gpu_check.stage import Outcome, Stage, parse_settings_argument, run_stage
-from gpu_check.stages import STAGES
+from gpu_check.stages import STAGES, loop
+from invrl.cli.flags import parse_flags
+from invrl.run.settings.config import resolve
+from invrl.weights.config import ArenaWeights
 
 GPU_FOLDER = Path(__file__).parents[2] / "launch" / "gpu"
 OUT_OF_MEMORY = (
@@ -169,6 +173,16 @@ def test_gpu_record_is_complete_after_every_stage(tmp_path: Path) -> None:
             "results": [{"figure": number}],
         }
         assert "torch" in written["versions"]
+
+
+def test_stages_with_a_run_give_the_flags_that_invrl_has(tmp_path: Path) -> None:
+    """Those of a card, which a smoke run leaves out."""
+    settings = replace(settings_in(tmp_path), smoke=False)
+    required = ["--model-path", "model", "--rollout-function-path", "agent:rollout"]
+    config = resolve(*parse_flags([*required, *loop._run_flags(settings)]))
+    assert isinstance(config.weights, ArenaWeights)
+    assert config.weights.arena_device == "cuda"
+    assert config.engine.max_total_tokens == loop._CACHED_TOKENS
 
 
 def test_every_stage_has_its_module_and_its_line_in_the_readme() -> None:

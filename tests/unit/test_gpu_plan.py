@@ -14,7 +14,7 @@ from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.run.processes.gpu_plan import plan_gpus
 from invrl.run.processes.trainer_memory import (
-    divided_cache_tokens,
+    DividedGpu,
     kv_bytes,
     trainer_memory,
     with_divided_memory,
@@ -137,22 +137,34 @@ def test_each_engine_starts_on_its_first_gpu_every_time(model: Path) -> None:
     assert flags_of_engines(()) == [[], []]
 
 
+@pytest.mark.parametrize(("transport", "versions"), [("bucket", 2), ("disk", 0)])
+def test_buckets_keep_two_versions_on_the_gpu_of_the_trainer(
+    model: Path, transport: str, versions: int
+) -> None:
+    config = configured("--weights.transport", transport, model=model)
+    budget = trainer_memory(config, gpus=2, gpu_bytes=10**10)
+    assert budget is not None
+    assert budget.largest().staging == versions * 2 * budget.size.total
+
+
 def test_divided_gpu_leaves_the_cache_what_no_other_part_needs(model: Path) -> None:
     config = configured("--max-new-tokens", "16", model=model)
     budget = trainer_memory(config, gpus=1, gpu_bytes=10**10)
     assert budget is not None
     of_token = kv_bytes(read_hf_config(model), 2)
     rest = 8 * 10**9 - budget.largest().total - 2 * budget.size.total
-    assert divided_cache_tokens(config, gpu_bytes=10**10) == int(rest // of_token)
+    parts = DividedGpu.of(config, gpu_bytes=10**10)
+    assert parts is not None
+    assert parts.cache_tokens == int(rest // of_token)
 
 
 def test_divided_gpu_bounds_the_engine_and_no_other_setting(model: Path) -> None:
     config = configured(model=model)
     plan = plan_gpus(config, 1, with_trainer=True)
     divided = with_divided_memory(config, plan, gpu_bytes=10**10)
-    assert divided.engine.max_total_tokens == divided_cache_tokens(
-        config, gpu_bytes=10**10
-    )
+    parts = DividedGpu.of(config, gpu_bytes=10**10)
+    assert parts is not None
+    assert divided.engine.max_total_tokens == parts.cache_tokens
     assert divided.sglang == {"mem_fraction_static": "0.8"}
     assert divided.train == config.train
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,54 @@ def test_nvcc_is_found_where_sglang_looks(tmp_path: Path) -> None:
     assert find_nvcc({"PATH": f"/none{os.pathsep}{nvcc.parent}"}) == nvcc
     both = {"CUDA_HOME": str(tmp_path / "none"), "PATH": str(nvcc.parent)}
     assert find_nvcc(both) is None, "CUDA_HOME wins, as in SGLang"
+
+
+def test_gpus_are_read_from_the_driver_and_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 1
+            return 0
+
+        def cuDeviceGet(self, device: Any, number: int) -> int:
+            return 0
+
+        def cuDeviceGetName(self, name: Any, length: int, device: Any) -> int:
+            name.value = b"NVIDIA L4"
+            return 0
+
+        def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:
+            size._obj.value = 24 * 10**9
+            return 0
+
+        def cuDeviceGetUuid_v2(self, identity: Any, device: Any) -> int:
+            identity.raw = bytes(range(16))
+            return 0
+
+    uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        f'--query-gpu=*) echo "{uuid}, NVIDIA L4, 7, [N/A]";;\n'
+        f'*) echo "{uuid}, 42, python, 5";;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("invrl.host.gpus.ctypes.CDLL", lambda name: Driver())
+    [gpu] = visible_gpus()
+    assert gpu == Gpu(
+        memory_bytes=24 * 10**9,
+        uuid=uuid,
+        name="NVIDIA L4",
+        used_bytes=7 * 2**20,
+        processes=(GpuProcess(pid=42, name="python", memory_bytes=5 * 2**20),),
+    )
 
 
 def test_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tiny_model import make_tiny_model
 from wheel import build_wheel
 
@@ -189,6 +190,23 @@ def test_every_dependency_is_imported_somewhere() -> None:
     upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {"multipart"}
     for line in project["optional-dependencies"]["cpu"]:
         assert module_of(line) in ours | upstream, f"{line}: nothing imports it"
+
+
+def test_gpu_extra_has_what_sglang_asks_for_but_the_stub() -> None:
+    """SGLang is installed without its dependencies, and pip knows no overrides."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    ours = {requirement.name for requirement in map(Requirement, extras["gpu"])}
+    environment = {"extra": "", "platform_machine": "x86_64", "sys_platform": "linux"}
+    theirs = {
+        requirement.name
+        for requirement in map(Requirement, importlib.metadata.requires("sglang") or ())
+        if requirement.marker is None or requirement.marker.evaluate(environment)
+    }
+    assert theirs - ours == {"cuda-tile"}
+    pins = (installation.REQUIREMENTS / "constraints-gpu.txt").read_text()
+    assert "cuda-tile==1.6.0\n" in pins
 
 
 def module_of(requirement: str) -> str:

@@ -125,7 +125,7 @@ def test_options_that_change_sampling_or_keep_kv_are_refused_with_reason_and_fix
 
 
 _SAMPLES = re.compile(
-    r"sampl|logit|penalt|temperature|seed|specul|truncat|think|dllm|diffus|hook|thresh.*accept"
+    r"sampl|logit|penalt|temperature|seed|specul|truncat|think|dllm|diffus|hook|thresh.*accept|watermark"
 )
 _CACHES = re.compile(r"cache|lmcache|flexkv|hicache|linker|kv_events")
 SGLANG_HARMLESS = {

@@ -12,7 +12,7 @@ from invrl.cli.installation import install_command
 from invrl.errors import ConfigError
 from invrl.host.gpus import VISIBLE_VARIABLE, Gpu, GpuProcess
 from invrl.run.processes.gpu_plan import GpuPlan, plan_gpus
-from invrl.run.processes.trainer_memory import divided_cache_tokens, with_divided_memory
+from invrl.run.processes.trainer_memory import DividedGpu, with_divided_memory
 from invrl.run.settings.config import Config
 
 _IDLE_BYTES = 2 << 30
@@ -68,9 +68,9 @@ def check_divided_gpu(config: Config, machine: Machine) -> str:
     wanted = config.engine.max_total_tokens
     if not plan.shares or config.run.colocate or wanted is None:
         return "no GPU is divided"
-    fitting = divided_cache_tokens(config, gpu_bytes=total)
-    if fitting is not None and wanted > fitting:
-        reason = f"besides the trainer the GPU has memory for about {fitting} tokens"
+    parts = DividedGpu.of(config, gpu_bytes=total)
+    if parts is not None and wanted > parts.cache_tokens:
+        reason = f"besides the trainer the GPU has memory for about {parts.cache_tokens} tokens"
         raise CheckWarning(
             "engine.max_total_tokens", wanted, reason, "lower it, or leave it out"
         )
@@ -115,11 +115,11 @@ def _use_by_others(cards: Mapping[int, Gpu]) -> str:
     holders = [
         _described(process) for card in busy.values() for process in card.processes
     ]
-    reason = "the run may find too little"
+    reason = "the run may find too little memory; "
     if holders:
-        reason += f": {', '.join(holders)}"
+        reason += f"it is used by {', '.join(holders)}"
     else:
-        reason += "; nvidia-smi shows no process, as for one of another container"
+        reason += "nvidia-smi shows no process, as for one of another container"
     fix = f"end what uses it, or choose other GPUs with {VISIBLE_VARIABLE}"
     raise LikelyFailure("gpu memory", value, reason, fix)
 

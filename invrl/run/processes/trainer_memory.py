@@ -2,6 +2,8 @@
 division of one GPU's memory between a trainer rank and an engine that are both resident
 on it. Imports no torch."""
 
+from dataclasses import dataclass
+
 from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
@@ -9,7 +11,7 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.processes.gpu_plan import GpuPlan
 from invrl.run.settings.config import Config
-from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.memory_budget import MemoryBudget, MemoryEstimate
 from invrl.weights.config import BucketWeights
 
 _ENGINE_WORK_SHARE = 0.2
@@ -61,41 +63,62 @@ def with_divided_memory(
     options = {name.replace("-", "_") for name in config.sglang}
     if config.engine.max_total_tokens or "mem_fraction_static" in options:
         return config
-    tokens = divided_cache_tokens(config, gpu_bytes=gpu_bytes)
-    if tokens is None:
+    parts = DividedGpu.of(config, gpu_bytes=gpu_bytes)
+    if parts is None:
         return config
-    engine = config.engine.model_copy(update={"max_total_tokens": tokens})
+    if parts.cache_tokens <= config.rollout.max_new_tokens:
+        raise parts.refusal(config.rollout.max_new_tokens)
+    engine = config.engine.model_copy(update={"max_total_tokens": parts.cache_tokens})
     sglang = {**config.sglang, "mem_fraction_static": str(1 - _ENGINE_WORK_SHARE)}
     return config.model_copy(update={"engine": engine, "sglang": sglang})
 
 
-def divided_cache_tokens(config: Config, *, gpu_bytes: int) -> int | None:
-    """Return the tokens of KV that one GPU holds besides everything else of its trainer
-    rank and its engine; None if the model is unknown. Raises ConfigError as
-    `with_divided_memory`."""
-    budget = trainer_memory(config, gpus=1, gpu_bytes=gpu_bytes)
-    if budget is None:
-        return None
-    trainer = budget.largest()
-    item = _ITEM_BYTES[config.engine.dtype]
-    weights = budget.size.total * item
-    work = _ENGINE_WORK_SHARE * gpu_bytes
-    of_token = kv_bytes(read_hf_config(config.model.folder), item)
-    tokens = int((gpu_bytes - trainer.total - weights - work) // of_token)
-    needed = config.rollout.max_new_tokens
-    if tokens <= needed:
-        value = f"{gpu_bytes / 1e9:.1f} GB"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedGpu:
+    """Memory of a GPU on which a trainer rank and an engine are resident, in bytes."""
+
+    total: float
+    trainer: MemoryEstimate
+    engine_weights: float
+    cached_token: int
+
+    @staticmethod
+    def of(config: Config, *, gpu_bytes: int) -> "DividedGpu | None":
+        """Read the parts for a GPU of this size; None if the model is unknown."""
+        budget = trainer_memory(config, gpus=1, gpu_bytes=gpu_bytes)
+        if budget is None:
+            return None
+        item = _ITEM_BYTES[config.engine.dtype]
+        return DividedGpu(
+            total=gpu_bytes,
+            trainer=budget.largest(),
+            engine_weights=budget.size.total * item,
+            cached_token=kv_bytes(read_hf_config(config.model.folder), item),
+        )
+
+    @property
+    def engine_work(self) -> float:
+        return _ENGINE_WORK_SHARE * self.total
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of KV that fit beside everything else; 0 if nothing does."""
+        rest = self.total - self.trainer.total - self.engine_weights - self.engine_work
+        return max(0, int(rest // self.cached_token))
+
+    def refusal(self, reply_tokens: int) -> ConfigError:
+        """Return the error for a cache that does not hold a reply."""
         reason = (
-            f"trainer and engine do not fit on it together: the trainer needs {trainer}, the engine "
-            f"{weights / 1e9:.2f} GB for its weights, {work / 1e9:.2f} for its work and "
-            f"{of_token * needed / 1e9:.2f} for the cache of one reply of {needed} tokens"
+            f"trainer and engine do not fit on it together: the trainer needs {self.trainer}, the engine "
+            f"{self.engine_weights / 1e9:.2f} GB for its weights, {self.engine_work / 1e9:.2f} for its work and "
+            f"{self.cached_token * reply_tokens / 1e9:.2f} for the cache of one reply of {reply_tokens} tokens"
         )
         fix = "use a second GPU or a smaller model"
-        if trainer.total + weights < (1 - _ENGINE_WORK_SHARE / 2) * gpu_bytes:
+        in_a_step = self.trainer.total + self.engine_weights + self.engine_work / 2
+        if in_a_step < self.total:
             fix = "add --colocate, with which they use the GPU by turns"
         fix += "; --engine.max-total-tokens decides in place of the estimate"
-        raise ConfigError("gpu memory", value, reason, fix)
-    return tokens
+        return ConfigError("gpu memory", f"{self.total / 1e9:.1f} GB", reason, fix)
 
 
 def kv_bytes(model: HuggingFaceConfig, item: int) -> int:

@@ -199,7 +199,9 @@ def _arena_on_gpu(config: Config, weights: ArenaWeights) -> Contradictions:
         fix = "leave it out: engines copy within the GPU"
         yield "weights.arena_mode", reason, fix
     if len(config.train.layout.model_copy(0)) > 1:
-        reason = "several trainer ranks write the arena, and each sees its own GPU only"
+        reason = (
+            "several trainer ranks write the arena, and each sees its own GPU alone"
+        )
         fix = "leave it out, or do not divide the model"
         yield "weights.arena_device", reason, fix
 
