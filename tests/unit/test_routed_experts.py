@@ -16,6 +16,7 @@ from running_gateway import edited_conversation, running
 from training_samples_example import rows_of_pair
 
 from invrl.engines.client.routed_experts import ExpertsShape, first_row, turn_experts
+from invrl.engines.inside_sglang.request_labels import EXPERTS_LABEL
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.row_checksums import experts_item
 from invrl.types.batches import TrainSample
@@ -211,9 +212,8 @@ async def test_experts_are_requested_only_if_the_run_replays_them(
         await edited_conversation(gateway, session, stream=False)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert all(
-            "custom_labels" not in request for request in gateway.engine.requests
-        )
+        for request in gateway.engine.requests:
+            assert EXPERTS_LABEL not in request["custom_labels"]
         assert [sample.experts_TLK for sample in rows_of_pair(gateway, summary)] == [
             None,
             None,
