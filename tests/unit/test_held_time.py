@@ -9,7 +9,6 @@ import httpx
 import pytest
 from fake_workers import FakeWorker, assignment, given, reasons, started_pool
 from running_gateway import ASK, running
-from test_rollout_runner import TASK, Address
 
 from invrl.errors import DeadlineError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
@@ -19,6 +18,15 @@ from invrl.rollout.workers.runner import Failure, Runner, Scored
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.rollout.workers.worker_actor import WorkerSettings
 from invrl.types.reasons import FailureReason
+from invrl.types.tasks import Task
+
+TASK = Task(id="t", payload={})
+
+
+class Address:
+    base_url = "http://127.0.0.1:8000/s/key/v1"
+    api_key = "key"
+    model = "m"
 
 
 class Held:

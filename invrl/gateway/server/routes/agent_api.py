@@ -265,7 +265,8 @@ async def _blanks(
         while not has_answer.is_set():
             await client.write(b" ")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(has_answer.wait(), keep_alive_s)
+                async with asyncio.timeout(keep_alive_s):
+                    await has_answer.wait()
 
     def begin() -> None:
         writing.append(asyncio.create_task(write_blanks()))
