@@ -175,11 +175,16 @@ def test_gpu_record_is_complete_after_every_stage(tmp_path: Path) -> None:
         assert "torch" in written["versions"]
 
 
-def test_stages_with_a_run_give_the_flags_that_invrl_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_trained_model", [False, True])
+def test_stages_with_a_run_give_the_flags_that_invrl_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_trained_model: bool
+) -> None:
     """Those of a card, which a smoke run leaves out."""
-    settings = replace(settings_in(tmp_path), smoke=False)
-    required = ["--model-path", "model", "--rollout-function-path", "agent:rollout"]
-    config = resolve(*parse_flags([*required, *loop._run_flags(settings)]))
+    monkeypatch.setattr(loop, "random_model", lambda settings, name: tmp_path)
+    model = tmp_path if has_trained_model else None
+    settings = replace(settings_in(tmp_path), smoke=False, trained_model=model)
+    flags = [*loop._task_flags(settings), *loop._run_flags(settings)]
+    config = resolve(*parse_flags(flags))
     assert isinstance(config.weights, ArenaWeights)
     assert config.weights.arena_device == "cuda"
     assert config.engine.max_total_tokens == loop._CACHED_TOKENS

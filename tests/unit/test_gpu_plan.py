@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.launch.engine_launcher import EngineLauncher
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
-from invrl.run.processes.gpu_plan import plan_gpus
+from invrl.run.processes.gpu_plan import (
+    GpuPlan,
+    plan_engines,
+    plan_run,
+    plan_trainer,
+)
 from invrl.run.processes.trainer_memory import (
     DividedGpu,
     kv_bytes,
@@ -21,6 +27,8 @@ from invrl.run.processes.trainer_memory import (
 )
 from invrl.run.settings.config import Config, resolve
 from invrl.weights.config import ArenaWeights
+
+Plan = Callable[[Config, int], GpuPlan | None]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +41,15 @@ def configured(*flags: str, model: Path = Path("model")) -> Config:
     return resolve(*parse_flags([*required, *flags]))
 
 
-def placed(*flags: str, gpus: int, with_trainer: bool = True) -> tuple[object, object]:
-    plan = plan_gpus(configured(*flags), gpus, with_trainer=with_trainer)
-    assert plan is not None
-    return plan.ranks, plan.engines
+def placed(*flags: str, gpus: int, plan: Plan = plan_run) -> tuple[object, object]:
+    planned = plan(configured(*flags), gpus)
+    assert planned is not None
+    return planned.ranks, planned.engines
 
 
-def refusal(*flags: str, gpus: int, with_trainer: bool = True) -> ConfigError:
+def refusal(*flags: str, gpus: int, plan: Plan = plan_run) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        plan_gpus(configured(*flags), gpus, with_trainer=with_trainer)
+        plan(configured(*flags), gpus)
     return caught.value
 
 
@@ -66,7 +74,7 @@ def test_colocated_engines_are_on_the_gpus_of_the_trainer() -> None:
 
 
 def test_one_rank_and_one_engine_share_the_only_gpu() -> None:
-    plan = plan_gpus(configured(), 1, with_trainer=True)
+    plan = plan_run(configured(), 1)
     assert plan is not None
     assert plan.numbers == [0]
     assert plan.shares
@@ -74,11 +82,19 @@ def test_one_rank_and_one_engine_share_the_only_gpu() -> None:
 
 def test_commands_without_a_trainer_give_all_gpus_to_engines() -> None:
     flags = ("--num-engines", "2", "--data-parallel-size", "8")
-    assert placed(*flags, gpus=2, with_trainer=False) == ((), ((0,), (1,)))
+    assert placed(*flags, gpus=2, plan=plan_engines) == ((), ((0,), (1,)))
+
+
+def test_a_trainer_alone_needs_no_gpu_for_the_engines_of_its_run() -> None:
+    flags = ("--data-parallel-size", "2", "--num-engines", "2")
+    assert placed(*flags, gpus=2, plan=plan_trainer) == ((0, 1), ())
+    flags = (*flags, "--debug-rollout-only")
+    assert placed(*flags, gpus=2, plan=plan_trainer) == ((0, 1), ())
+    assert placed(*flags, gpus=2) == ((), ((0,), (1,)))
 
 
 def test_without_a_gpu_there_is_no_plan() -> None:
-    assert plan_gpus(configured("--num-engines", "9"), 0, with_trainer=True) is None
+    assert plan_run(configured("--num-engines", "9"), 0) is None
 
 
 def test_too_few_gpus_are_refused_with_what_would_fit() -> None:
@@ -94,7 +110,7 @@ def test_too_few_gpus_are_refused_with_what_would_fit() -> None:
     error = refusal("--colocate", "--num-engines", "3", gpus=2)
     assert "the same ones by turns" in error.reason
     assert "--colocate" not in error.fix
-    error = refusal("--num-engines", "3", gpus=2, with_trainer=False)
+    error = refusal("--num-engines", "3", gpus=2, plan=plan_engines)
     assert "--num-engines to 2" in error.fix
 
 
@@ -108,7 +124,7 @@ def test_refusal_names_the_users_choice_of_gpus(
 
 def test_plan_is_printed_in_one_line() -> None:
     flags = ("--data-parallel-size", "2", "--engine.tp-size", "2")
-    plan = plan_gpus(configured(*flags), 4, with_trainer=True)
+    plan = plan_run(configured(*flags), 4)
     assert str(plan) == "2 trainer ranks on GPUs 0 to 1, engine-0 on GPUs 2 to 3"
 
 
@@ -160,7 +176,7 @@ def test_divided_gpu_leaves_the_cache_what_no_other_part_needs(model: Path) -> N
 
 def test_divided_gpu_bounds_the_engine_and_no_other_setting(model: Path) -> None:
     config = configured(model=model)
-    plan = plan_gpus(config, 1, with_trainer=True)
+    plan = plan_run(config, 1)
     divided = with_divided_memory(config, plan, gpu_bytes=10**10)
     parts = DividedGpu.of(config, gpu_bytes=10**10)
     assert parts is not None
@@ -182,13 +198,13 @@ def test_settings_of_the_user_and_other_plans_divide_nothing(
     model: Path, flags: list[str], gpus: int
 ) -> None:
     config = configured(*flags, model=model)
-    plan = plan_gpus(config, gpus, with_trainer=True)
+    plan = plan_run(config, gpus)
     assert with_divided_memory(config, plan, gpu_bytes=10**10) == config
 
 
 def test_gpu_too_small_for_both_is_refused_by_part(model: Path) -> None:
     config = configured("--max-new-tokens", "64", model=model)
-    plan = plan_gpus(config, 1, with_trainer=True)
+    plan = plan_run(config, 1)
     with pytest.raises(ConfigError, match="do not fit on it together") as caught:
         with_divided_memory(config, plan, gpu_bytes=7 * 10**8)
     for part in ("optimizer", "for its weights", "for its work", "cache of one reply"):

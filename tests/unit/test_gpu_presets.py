@@ -8,7 +8,7 @@ import pytest
 from large_models import make_large_model
 
 from invrl.cli.flags import parse_flags
-from invrl.run.processes.gpu_plan import plan_gpus
+from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.processes.trainer_memory import trainer_memory, with_divided_memory
 from invrl.run.settings.config import Config, resolve
 
@@ -41,7 +41,7 @@ def test_preset_fits_its_cards(
     tmp_path: Path, preset: str, size: str, gpus: int, gpu_bytes: int
 ) -> None:
     config = configured(preset, make_large_model(tmp_path / size, size))
-    plan = plan_gpus(config, gpus, with_trainer=True)
+    plan = plan_run(config, gpus)
     assert plan is not None
     assert len(plan.numbers) == gpus
     needed = trainer_bytes(config, gpus=gpus, gpu_bytes=gpu_bytes)

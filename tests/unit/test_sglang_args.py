@@ -139,6 +139,7 @@ SGLANG_HARMLESS = {
     "enable_session_radix_cache": "for sessions of SGLang's own, which nobody of ours opens",
     "radix_eviction_": "what is cached for how long within one weight version",
     "enable_cache_report": "a number in answers of the OpenAI routes",
+    "prefill_delayer_token_usage_low_watermark": "when a prefill waits for others",
     "strip_thinking_cache": "less is cached",
     "disable_chunked_prefix_cache": "another way to compute the same prefill",
     "mamba_radix_cache_strategy": "what is cached for how long within one weight version",

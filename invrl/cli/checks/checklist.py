@@ -92,6 +92,7 @@ _ROUTER = "router"
 _TASKS = "tasks"
 _ROLLOUT_FUNCTION = "rollout function"
 _REWARD_FUNCTION = "reward function"
+_GPU_PLAN = "gpu plan"
 
 
 CHECKS = (
@@ -207,14 +208,14 @@ CHECKS = (
     Check("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", gpu_checks.check_gpu, EVERY),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),
-    _of_machine("gpu plan", gpu_checks.check_plan_of_run, TRAIN),
-    _of_machine("gpu plan", gpu_checks.check_plan_of_engines, STORING),
+    _of_machine(_GPU_PLAN, gpu_checks.check_plan_of_run, TRAIN),
+    _of_machine(_GPU_PLAN, gpu_checks.check_plan_of_engines, STORING),
     _of_machine(
         "divided gpu",
         gpu_checks.check_divided_gpu,
         TRAIN,
         trainer_alone=False,
-        needs=_MODEL_FOLDER,
+        needs=_GPU_PLAN,
     ),
     _of_machine("gpu kinds", gpu_checks.check_kinds, TRAIN),
     _of_machine("gpu in use", gpu_checks.check_use_by_others, TRAIN),

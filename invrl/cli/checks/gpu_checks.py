@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -11,7 +11,7 @@ from invrl.cli.checks.machine import Machine
 from invrl.cli.installation import install_command
 from invrl.errors import ConfigError
 from invrl.host.gpus import VISIBLE_VARIABLE, Gpu, GpuProcess
-from invrl.run.processes.gpu_plan import GpuPlan, plan_gpus
+from invrl.run.processes.gpu_plan import GpuPlan, plan_engines, plan_run
 from invrl.run.processes.trainer_memory import DividedGpu, with_divided_memory
 from invrl.run.settings.config import Config
 
@@ -48,17 +48,17 @@ def check_gpu(config: Config, machine: Machine) -> str:
 
 def check_plan_of_run(config: Config, machine: Machine) -> str:
     """Check that there are GPUs for the trainer's ranks and the engines."""
-    return str(_plan(config, machine, with_trainer=True) or _NO_GPU)
+    return str(plan_run(config, machine.gpus) or _NO_GPU)
 
 
 def check_plan_of_engines(config: Config, machine: Machine) -> str:
     """Check that there are GPUs for the engines of a command that does not train."""
-    return str(_plan(config, machine, with_trainer=False) or _NO_GPU)
+    return str(plan_engines(config, machine.gpus) or _NO_GPU)
 
 
 def check_divided_gpu(config: Config, machine: Machine) -> str:
     """Check that the only GPU has memory for the trainer and an engine together."""
-    plan = _plan(config, machine, with_trainer=True)
+    plan = plan_run(config, machine.gpus)
     total = machine.gpu_memory_bytes
     if plan is None or not total:
         return _NO_GPU
@@ -79,7 +79,7 @@ def check_divided_gpu(config: Config, machine: Machine) -> str:
 
 def check_kinds(config: Config, machine: Machine) -> str:
     """Check that the GPUs of the run are whole cards of one kind."""
-    cards = _cards_of_plan(config, machine, with_trainer=True)
+    cards = _planned_cards(plan_run, config, machine)
     kinds = sorted({str(card) for card in cards.values()})
     if any(card.is_mig for card in cards.values()):
         reason = "a part of a card (MIG) was never tried, and CUDA shows a process only one of them"
@@ -94,12 +94,12 @@ def check_kinds(config: Config, machine: Machine) -> str:
 
 def check_use_by_others(config: Config, machine: Machine) -> str:
     """Check that nobody else uses the GPUs of a run that trains."""
-    return _use_by_others(_cards_of_plan(config, machine, with_trainer=True))
+    return _use_by_others(_planned_cards(plan_run, config, machine))
 
 
 def check_engines_use_by_others(config: Config, machine: Machine) -> str:
     """Check that nobody else uses the GPUs of engines without a trainer."""
-    return _use_by_others(_cards_of_plan(config, machine, with_trainer=False))
+    return _use_by_others(_planned_cards(plan_engines, config, machine))
 
 
 def _use_by_others(cards: Mapping[int, Gpu]) -> str:
@@ -138,22 +138,18 @@ def check_nvcc(config: Config, machine: Machine) -> str:
     return str(machine.cuda.nvcc)
 
 
-def _plan(config: Config, machine: Machine, *, with_trainer: bool) -> GpuPlan | None:
-    return plan_gpus(config, machine.gpus, with_trainer=with_trainer)
-
-
-def _cards_of_plan(
-    config: Config, machine: Machine, *, with_trainer: bool
+def _planned_cards(
+    plan: Callable[[Config, int], GpuPlan | None], config: Config, machine: Machine
 ) -> dict[int, Gpu]:
-    """Return the described GPUs of the run by number; none if there is no plan, which
+    """Return the described GPUs of the plan by number; none if there is no plan, which
     another check explains."""
     try:
-        plan = _plan(config, machine, with_trainer=with_trainer)
+        gpus = plan(config, machine.gpus)
     except ConfigError:
         return {}
-    if plan is None or len(machine.cards) < machine.gpus:
+    if gpus is None or len(machine.cards) < machine.gpus:
         return {}
-    return {number: machine.cards[number] for number in plan.numbers}
+    return {number: machine.cards[number] for number in gpus.numbers}
 
 
 def _described(process: GpuProcess) -> str:

@@ -67,7 +67,7 @@ from invrl.run.loop.verification_socket import answer_verifications
 from invrl.run.loop.weight_updater import create_weight_updater
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
-from invrl.run.processes.gpu_plan import plan_gpus
+from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.processes.phase_progress import (
     PhaseProgress,
     rollouts_text,
@@ -166,7 +166,7 @@ def _note_settings(
 ) -> None:
     """Show messages on the console before anything starts."""
     observer.note(f"run folder {folder.path}")
-    gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+    gpus = plan_run(config, count_gpus())
     if gpus is not None:
         observer.note(f"GPUs: {gpus}")
     if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:

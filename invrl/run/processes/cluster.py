@@ -55,7 +55,12 @@ from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.processes.arena_device import arena_on_gpu
-from invrl.run.processes.gpu_plan import GpuPlan, plan_gpus
+from invrl.run.processes.gpu_plan import (
+    GpuPlan,
+    plan_engines,
+    plan_run,
+    plan_trainer,
+)
 from invrl.run.processes.phase_progress import StartingParts
 from invrl.run.processes.ray_session import start_ray
 from invrl.run.processes.trainer_memory import with_divided_memory
@@ -127,7 +132,7 @@ async def start_serving(
     exceeding the model's context. `engines_may_start`: engines start once it is set;
     None: immediately. `gpus`: the plan of a run that trains; None: the engines have all
     GPUs. Raises ConfigError if there are too few."""
-    gpus = gpus or plan_gpus(config, count_gpus(), with_trainer=False)
+    gpus = gpus or plan_engines(config, count_gpus())
     env_key = take_environment_key()
     engine_key = take_engine_key()
     async with CleanUp() as stack:
@@ -284,7 +289,7 @@ async def start_cluster(
     parts that are not up yet. Raises InvrlError naming what failed."""
     starting = starting or StartingParts()
     trainer_sleeps = asyncio.Event() if config.run.colocate else None
-    gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+    gpus = plan_run(config, count_gpus())
     config = with_divided_memory(config, gpus, gpu_bytes=smallest_gpu_bytes())
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
@@ -343,7 +348,7 @@ async def start_trainer(
         with print_waits(starting.awaited):
             with starting.part("Ray"):
                 stack.enter_context(start_ray(config, folder.ray_logs_path))
-            gpus = plan_gpus(config, count_gpus(), with_trainer=True)
+            gpus = plan_trainer(config, count_gpus())
             trainer = _create_trainer(config, folder, gpus)
             stack.callback(trainer.stop)
             await starting.wait_until_up("trainer", trainer.start())

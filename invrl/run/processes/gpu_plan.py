@@ -45,18 +45,38 @@ class GpuPlan:
         return ", ".join(parts)
 
 
-def plan_gpus(config: Config, num_gpus: int, *, with_trainer: bool) -> GpuPlan | None:
-    """Plan with the first of `num_gpus` GPUs. `with_trainer`: whether the command
-    trains. None: there is no GPU, and everything is on the CPU. Raises ConfigError if
-    there are too few GPUs, with the settings that would fit."""
+def plan_run(config: Config, num_gpus: int) -> GpuPlan | None:
+    """Plan a run that trains with the first of `num_gpus` GPUs. None: there is no GPU,
+    and everything is on the CPU. Raises ConfigError if there are too few GPUs, with the
+    settings that would fit."""
+    return _plan(
+        config,
+        num_gpus,
+        num_ranks=0 if config.run.debug_rollout_only else config.num_ranks,
+        num_engines=0 if config.trains_alone else config.engine.num_engines,
+    )
+
+
+def plan_engines(config: Config, num_gpus: int) -> GpuPlan | None:
+    """Plan engines without a trainer, as `plan_run` does."""
+    num_engines = config.engine.num_engines
+    return _plan(config, num_gpus, num_ranks=0, num_engines=num_engines)
+
+
+def plan_trainer(config: Config, num_gpus: int) -> GpuPlan | None:
+    """Plan a trainer without engines, as `plan_run` does."""
+    return _plan(config, num_gpus, num_ranks=config.num_ranks, num_engines=0)
+
+
+def _plan(
+    config: Config, num_gpus: int, *, num_ranks: int, num_engines: int
+) -> GpuPlan | None:
     if not num_gpus:
         return None
-    with_trainer = with_trainer and not config.run.debug_rollout_only
-    num_ranks = config.num_ranks if with_trainer else 0
-    num_engines = 0 if config.trains_alone else config.engine.num_engines
     of_engine = config.engine.tp_size
     first = num_ranks
-    if config.run.colocate or _fits_on_one(config, num_ranks, num_engines, num_gpus):
+    shares_the_only_gpu = num_gpus == num_ranks == num_engines == of_engine == 1
+    if config.run.colocate or shares_the_only_gpu:
         first = 0
     needed = max(num_ranks, first + num_engines * of_engine)
     if needed > num_gpus:
@@ -68,14 +88,6 @@ def plan_gpus(config: Config, num_gpus: int, *, with_trainer: bool) -> GpuPlan |
         ranks=tuple(range(num_ranks)),
         engines=tuple(tuple(range(start, start + of_engine)) for start in starts),
     )
-
-
-def _fits_on_one(
-    config: Config, num_ranks: int, num_engines: int, num_gpus: int
-) -> bool:
-    """Whether one trainer rank and one engine divide the only GPU."""
-    is_one_of_each = num_ranks == num_engines == config.engine.tp_size == 1
-    return num_gpus == 1 and is_one_of_each
 
 
 def _too_few(

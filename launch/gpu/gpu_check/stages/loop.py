@@ -127,7 +127,7 @@ def _task_flags(settings: CheckSettings) -> list[str]:
 
 
 def _run_flags(settings: CheckSettings) -> list[str]:
-    flags = {"num-steps": str(STEPS), "progress": "plain"}
+    flags = {"num-steps": str(STEPS), "log.progress": "plain"}
     if not settings.smoke:
         flags["weights.arena-device"] = "cuda"
         flags["engine.max-total-tokens"] = str(_CACHED_TOKENS)
