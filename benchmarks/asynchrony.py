@@ -6,7 +6,8 @@ dispatcher and buffer, an engine that only takes time and a trainer that only sl
 The score is the tokens per second that were asked for and trained, over the most that
 an engine and a trainer side by side can do: tokens of a batch over the longer of the
 packed generation (all slots in use) and the training step. It is 0 if the mean length
-of what was trained differs from that of what was asked for by more than 2 %.
+of what was trained differs from that of what was asked for by more than 2 %, or if the
+lengths are distributed differently (Kolmogorov-Smirnov, p < 0.01).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import ks_2samp
 from virtual_run import Setting, virtual_run
 
 from invrl.buffer.config import Admission, WhenStale
 
 _LENGTH_TOLERANCE = 0.02
+_SMALLEST_P = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,15 @@ def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
     )
     bound = workload.rollouts * workload.mean_length / workload.best_step_s
     speed = result.trained_tokens / result.seconds / bound
-    is_biased = abs(result.length_ratio - 1) > _LENGTH_TOLERANCE
+    p_value = float(ks_2samp(result.asked_lengths, result.trained_of_asked).pvalue)
+    is_biased = (
+        abs(result.length_ratio - 1) > _LENGTH_TOLERANCE or p_value < _SMALLEST_P
+    )
     return {
         "score": 0.0 if is_biased else speed,
         "speed": speed,
         "length_ratio": result.length_ratio,
+        "p_value": p_value,
         "age_mean": float(np.mean(result.ages)),
         "age_p99": float(np.percentile(result.ages, 99)),
     }
