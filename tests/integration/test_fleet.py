@@ -272,7 +272,7 @@ async def test_replies_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) ->
                 stream=stream,
                 sampler=client,
                 text_stream=TextStream(lambda ids: "", ()),
-                engine_return_s=60.0,
+                engine_return_s=600.0,
             )
             for asked, stream in zip(requests, streams, strict=True)
         ]

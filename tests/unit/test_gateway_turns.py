@@ -680,7 +680,10 @@ async def test_finishing_a_session_ends_its_running_generation(gateway: Running)
     await eventually(lambda: bool(gateway.engine.running))
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    assert summary.num_turns == 1
+    assert summary.trained_tokens == 1
+    first_turn, *later_turns = gateway.turns(session)
+    assert first_turn.finish_reason == "length"
+    assert {turn.finish_reason for turn in later_turns} <= {"abort"}
     with pytest.raises(openai.AuthenticationError):
         await late
     await eventually(lambda: not gateway.engine.running)
