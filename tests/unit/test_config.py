@@ -863,7 +863,9 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
     fleet = SimpleNamespace(
-        limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k")
+        limits=limits,
+        router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k"),
+        eval_router=None,
     )
 
     def gateway_settings(longest_row: int | None) -> GatewaySettings:
