@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from running_gateway import ASK, running
 
 from invrl.errors import DeadlineError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.interfaces import Endpoint
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.workers.held_time import longest_held, wait_unheld
 from invrl.rollout.workers.runner import Failure, Runner, Scored
@@ -23,10 +26,7 @@ from invrl.types.tasks import Task
 TASK = Task(id="t", payload={})
 
 
-class Address:
-    base_url = "http://127.0.0.1:8000/s/key/v1"
-    api_key = "key"
-    model = "m"
+ENDPOINT: Any = SimpleNamespace(base_url="http://127.0.0.1:8000/s/key/v1")
 
 
 class Held:
@@ -42,8 +42,9 @@ class Held:
         return self.seconds[min(self.asked, len(self.seconds)) - 1]
 
 
-async def forever(task, endpoint):
+async def forever(task: Task, endpoint: Endpoint) -> float:
     await asyncio.Event().wait()
+    return 1.0
 
 
 async def test_deadline_is_later_by_the_time_that_turns_were_held() -> None:
@@ -64,7 +65,7 @@ async def test_gateway_is_not_asked_before_the_deadline() -> None:
 async def test_rollout_whose_turn_is_held_beyond_its_timeout_gets_its_reward() -> None:
     released = asyncio.Event()
 
-    async def rollout(task, endpoint):
+    async def rollout(task: Task, endpoint: Endpoint) -> float:
         await released.wait()
         return 1.0
 
@@ -76,14 +77,14 @@ async def test_rollout_whose_turn_is_held_beyond_its_timeout_gets_its_reward() -
 
     runner = Runner(rollout, None, timeout_s=0.01)
     held = Releasing(0.02, 0.04, 60.0)
-    [outcome] = await runner.run(TASK, [Address()], held_s=held)
+    [outcome] = await runner.run(TASK, [ENDPOINT], held_s=held)
     assert isinstance(outcome, Scored)
 
 
 async def test_timeout_of_a_held_rollout_names_both_times() -> None:
     runner = Runner(forever, None, timeout_s=0.01)
     held = Held(0.6)
-    [outcome] = await runner.run(TASK, [Address()], held_s=held)
+    [outcome] = await runner.run(TASK, [ENDPOINT], held_s=held)
     assert isinstance(outcome, Failure)
     assert outcome.reason is FailureReason.TIMEOUT
     assert "within 0.01 s, besides 1 s for which the gate held it" in outcome.detail
@@ -104,14 +105,14 @@ async def test_requests_of_an_endpoint_may_take_as_long_as_a_hold() -> None:
 async def test_worker_is_not_stuck_while_its_turns_are_held(
     seconds: tuple[float, ...], reason: FailureReason
 ) -> None:
-    pool, workers, aborts = await started_pool(run_timeout_s=0.01, holds_turns=True)
+    pool, workers, gateway = await started_pool(run_timeout_s=0.01, holds_turns=True)
     asked = asyncio.Event()
 
     async def held_s(session, *, deadline_s):
         asked.set()
         return seconds[0]
 
-    aborts.held_s = held_s
+    gateway.held_s = held_s  # type: ignore[attr-defined]
     run = asyncio.create_task(pool.run(assignment("hold-a")))
     await given(workers[0], "hold-a")
     await asked.wait()
