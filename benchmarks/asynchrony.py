@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import ks_2samp
 from virtual_run import Setting, virtual_run
 
 from invrl.buffer.config import Admission, WhenStale
+from invrl.buffer.selection import same_distribution
 
 _LENGTH_TOLERANCE = 0.02
 _SMALLEST_P = 0.01
@@ -57,7 +57,7 @@ def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
     )
     bound = workload.rollouts * workload.mean_length / workload.best_step_s
     speed = result.trained_tokens / result.seconds / bound
-    _, p_value = ks_2samp(result.asked_lengths, result.trained_of_asked)
+    p_value = same_distribution(result.asked_lengths, result.trained_of_asked)
     is_biased = (
         abs(result.length_ratio - 1) > _LENGTH_TOLERANCE or p_value < _SMALLEST_P
     )
@@ -65,7 +65,7 @@ def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
         "score": 0.0 if is_biased else speed,
         "speed": speed,
         "length_ratio": result.length_ratio,
-        "p_value": float(p_value),
+        "p_value": p_value,
         "age_mean": float(np.mean(result.ages)),
         "age_p99": float(np.percentile(result.ages, 99)),
     }
