@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from streamed import generate
 from virtual_agents import open_record
 
 from invrl.engines.client.generation import GenerateRequest
@@ -81,7 +82,7 @@ async def test_oldest_group_is_sampled_first_and_running_requests_are_not_preemp
         sampler = GatedSampler(client, gate)
 
         async def turn(session_id: str, num_tokens: int) -> None:
-            whole = await sampler.generate(request(session_id, num_tokens))
+            whole = await generate(sampler, request(session_id, num_tokens))
             assert len(whole.ids_T) == num_tokens
             ended.append(session_id)
 
