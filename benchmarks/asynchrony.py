@@ -5,7 +5,9 @@ dispatcher and buffer, an engine that only takes time and a trainer that only sl
 
 The score is the tokens per second that were asked for and trained, over the most that
 an engine and a trainer side by side can do: tokens of a batch over the longer of the
-packed generation (all slots in use) and the training step. It is 0 if the mean length
+packed generation (all slots in use) and the training step, with the mean of the lengths
+that were drawn. The steps that fill the pipeline, one more than the staleness allows,
+are left out. The score is 0 if the mean length
 of what was trained differs from that of what was asked for by more than 2 %, or if the
 lengths are distributed differently (Kolmogorov-Smirnov, p < 0.01).
 """
@@ -18,6 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from virtual_run import Setting, virtual_run
@@ -55,8 +58,10 @@ def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
         when_stale=mode.when_stale,
         admission=mode.admission,
     )
-    bound = workload.rollouts * workload.mean_length / workload.best_step_s
-    speed = result.trained_tokens / result.seconds / bound
+    tokens = workload.rollouts * fmean(result.asked_lengths)
+    packed_s = tokens * workload.step_s(workload.slots) / workload.slots
+    bound = tokens / max(packed_s, workload.trainer_s)
+    speed = result.tokens_per_s(after_step=mode.max_staleness + 1) / bound
     p_value = same_distribution(result.asked_lengths, result.trained_of_asked)
     is_biased = (
         abs(result.length_ratio - 1) > _LENGTH_TOLERANCE or p_value < _SMALLEST_P

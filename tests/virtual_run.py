@@ -3,11 +3,14 @@ for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from invrl.buffer.config import Admission, BufferConfig, WhenStale
+from invrl.observe.sinks.sinks import Sink
 from invrl.run.plan.jumping_clock import run_jumping
 from invrl.run.plan.virtual_run import VirtualRun
 from invrl.run.plan.workload import LognormalLengths, Workload
@@ -59,8 +62,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualResult:
-    seconds: float
-    trained_tokens: int
+    step_ends: list[float]
+    """Seconds from the start to the end of each step."""
+    batch_tokens: list[int]
+    """Tokens of each step's batch."""
     asked_lengths: list[int]
     """Of the rollouts of all groups up to the first one that has not ended."""
     trained_of_asked: list[int]
@@ -69,9 +74,32 @@ class VirtualResult:
     """Of the trained rollouts' oldest tokens, in versions."""
 
     @property
+    def seconds(self) -> float:
+        return self.step_ends[-1]
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.batch_tokens)
+
+    def tokens_per_s(self, *, after_step: int) -> float:
+        """Tokens that the steps behind that one trained, for each second of theirs."""
+        trained_tokens = sum(self.batch_tokens[after_step:])
+        return trained_tokens / (self.seconds - self.step_ends[after_step - 1])
+
+    @property
     def length_ratio(self) -> float:
         """Mean length of what was trained over that of what was asked for."""
         return float(np.mean(self.trained_of_asked) / np.mean(self.asked_lengths))
+
+
+@dataclass(slots=True)
+class StepEnds(Sink):
+    """When the steps ended, on the clock of the event loop."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self.seconds.append(asyncio.get_running_loop().time())
 
 
 def virtual_run(
@@ -96,8 +124,9 @@ def virtual_run(
 async def _run(
     workload: Workload, config: BufferConfig, num_steps: int
 ) -> VirtualResult:
-    run = VirtualRun(workload, config)
-    seconds = await run.make_steps(num_steps)
+    step_ends = StepEnds()
+    run = VirtualRun(workload, config, observer=step_ends)
+    await run.make_steps(num_steps)
     open_groups = [
         *(group.group_id for group in run.buffer.wait_report().in_flight),
         *(group.id for group in run.buffer.takeable()),
@@ -109,21 +138,22 @@ async def _run(
     asked: list[int] = []
     for number in range(num_settled):
         asked += workload.lengths.of_group(number)
-    trained_tokens = 0
+    batch_tokens: list[int] = []
     trained_of_asked: list[int] = []
     ages: list[int] = []
     for batch in run.batches:
+        batch_tokens.append(0)
         for group in batch.groups:
             lengths = [rollout.sampled_tokens for rollout in group.rollouts_G]
-            trained_tokens += sum(lengths)
+            batch_tokens[-1] += sum(lengths)
             if int(group.id.removeprefix("g")) < num_settled:
                 trained_of_asked += lengths
             ages += [
                 batch.version - rollout.oldest_version for rollout in group.rollouts_G
             ]
     return VirtualResult(
-        seconds=seconds,
-        trained_tokens=trained_tokens,
+        step_ends=step_ends.seconds,
+        batch_tokens=batch_tokens,
         asked_lengths=asked,
         trained_of_asked=trained_of_asked,
         ages=ages,

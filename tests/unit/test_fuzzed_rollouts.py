@@ -35,7 +35,7 @@ from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.host.processes.awake_time import awake_wait
 from invrl.interfaces import RolloutResult
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.workers import runner
+from invrl.rollout.workers import held_time
 from invrl.rollout.workers.runner import Failure, Runner
 from invrl.types.extra_columns import ExtraColumn
 from invrl.types.leases import Place
@@ -495,7 +495,7 @@ async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimi
 ) -> None:
     wanted = int(ROLLOUTS * share)
     loop = Loop(2026, form, reward_form)
-    monkeypatch.setattr(runner, "awake_wait", loop.deadline.wait)
+    monkeypatch.setattr(held_time, "awake_wait", loop.deadline.wait)
     with caplog.at_level(logging.DEBUG):
         try:
             await asyncio.wait_for(loop.run(wanted), 540)

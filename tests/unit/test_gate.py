@@ -262,7 +262,7 @@ def test_time_of_a_held_turn_is_counted_while_it_is_held() -> None:
     gated = Gated(hold_all)
 
     async def work() -> None:
-        held = asyncio.create_task(gated.sampler.generate(request_of("b")))
+        held = asyncio.create_task(generate(gated.sampler, request_of("b")))
         await asyncio.sleep(30.5)
         assert gated.records[1].held_s == pytest.approx(30.0, abs=0.1)
         await held
@@ -279,7 +279,7 @@ def test_parent_of_two_sessions_that_are_held_at_a_time_is_held_once() -> None:
     async def work() -> None:
         async with asyncio.TaskGroup() as turns:
             for session_id in "bc":
-                turns.create_task(gated.sampler.generate(request_of(session_id)))
+                turns.create_task(generate(gated.sampler, request_of(session_id)))
 
     gated.run(work())
     held_s = pytest.approx(60.0 - _REVIEW_PAUSE_S)
@@ -292,7 +292,7 @@ def test_number_of_held_turns_is_noted() -> None:
     async def work() -> None:
         async with asyncio.TaskGroup() as turns:
             for session_id in "ab":
-                turns.create_task(gated.sampler.generate(request_of(session_id)))
+                turns.create_task(generate(gated.sampler, request_of(session_id)))
         await asyncio.sleep(2.0)
 
     gated.run(work())
@@ -304,12 +304,12 @@ def test_retry_of_a_client_that_disconnected_does_not_begin_a_new_hold() -> None
     gated = Gated(hold_all, max_hold_s=60.0)
 
     async def work() -> None:
-        first = asyncio.create_task(gated.sampler.generate(request_of("a")))
+        first = asyncio.create_task(generate(gated.sampler, request_of("a")))
         await asyncio.sleep(40.0)
         first.cancel()
         await asyncio.sleep(5.0)
-        await gated.sampler.generate(request_of("a"))
-        await gated.sampler.generate(request_of("a"))
+        await generate(gated.sampler, request_of("a"))
+        await generate(gated.sampler, request_of("a"))
 
     gated.run(work())
     # The next turn has a whole hold again.

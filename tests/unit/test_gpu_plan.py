@@ -141,6 +141,7 @@ def test_each_engine_starts_on_its_first_gpu_every_time(model: Path) -> None:
             traces_endpoint="http://127.0.0.1:1",  # forks no engine
             log=None,
             shares_gpus=False,
+            by_priority=False,
             gpus=gpus,
             parent=None,
         )

@@ -26,7 +26,9 @@ from invrl.types.tasks import Task
 TASK = Task(id="t", payload={})
 
 
-ENDPOINT: Any = SimpleNamespace(base_url="http://127.0.0.1:8000/s/key/v1")
+ENDPOINT: Any = SimpleNamespace(
+    base_url="http://127.0.0.1:8000/s/key/v1", api_key="key"
+)
 
 
 class Held:

@@ -202,7 +202,8 @@ def test_smg_calls_its_engines_with_the_given_key(
     monkeypatch.setattr(
         "invrl.engines.launch.engine_launcher.ForkParent", lambda module, log: None
     )
-    settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
+    environment = str(found.python.parents[1])
+    settings = {"router": "smg", "smg_environment": environment, "num_engines": 2}
     config = resolve(Source(name="test", tables={"engine": settings})).engine
     fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})
     first = fleet._processes.launch("engine-0")

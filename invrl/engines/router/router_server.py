@@ -107,8 +107,8 @@ class RouterServer(ServerProcess):
             switches += smg.SWITCHES
             # -I: ignore our environment and PYTHONPATH.
             command = [str(installed_smg.python), "-I", launch_router.__file__, "smg"]
-        for name, value in flags.items():
-            command += [f"--{name}", value]
+        for flag, value in flags.items():
+            command += [f"--{flag}", value]
         command += [*switches, *passthrough]
         # Sampling and management need different keys; an engine's key comes with its
         # registration.

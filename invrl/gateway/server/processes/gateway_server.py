@@ -82,7 +82,9 @@ class GatewayServer:
         ended. 0 before `end_run`."""
         self._own_parent: ForkParent | None = None
         if parent is None:
-            self._own_parent = parent = ForkParent(self.module, log=log)
+            # SGLang prints while it is imported, as it likes.
+            parent_log = log.with_name("gateway-parent.log")
+            self._own_parent = parent = ForkParent(self.module, log=parent_log)
         self._parent = parent
         self.process = self._start()
 
