@@ -132,6 +132,7 @@ async def bring_up(receiver: WeightReceiver, join: Callable[[], None]) -> None:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 async def test_evaluation_samples_at_its_engine_alone_also_after_its_death(
     served: Served,
 ) -> None:

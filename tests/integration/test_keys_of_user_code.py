@@ -13,6 +13,7 @@ from pathlib import Path
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace
 from invrl.host.processes.environment_keys import hold_keys, held_key, take_environment_key
 hold_keys()
 from invrl.host.ray.ray_setup import prepare_ray
@@ -51,7 +52,8 @@ def work():
     settings = WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=RolloutConfig())
     make = ray.remote(Looker).options(num_cpus=0)
     first, second = make.remote(settings), make.remote(settings)
-    rank = start_actor("a rank", Rank, ActorOptions(), None).ray_handle
+    of_rank = SimpleNamespace(visible_gpu=None)
+    rank = start_actor("a rank", Rank, ActorOptions(), of_rank).ray_handle
     found = {"driver": look(), "worker": ray.get(first.look.remote(), timeout=200),
              "rank": ray.get(rank.look.remote(), timeout=200)}
     references = [ray.put(np.ones(3_000_000))]

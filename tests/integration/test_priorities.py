@@ -45,6 +45,7 @@ async def loaded(fleet: Fleet, *, running: int, waiting: int) -> None:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 async def test_oldest_group_is_sampled_first_and_running_requests_are_not_preempted(
     engine_parent: ForkParent, tiny_model: Path, tmp_path: Path
 ) -> None:

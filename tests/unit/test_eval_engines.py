@@ -148,9 +148,10 @@ def is_divided() -> bool:
 
 
 async def die(fleet: Fleet, deaths: Deaths, *names: str) -> None:
-    for name in names:
-        deaths.future(fleet.engines[name].server).set_result("it is dead")
-    await eventually(lambda: not fleet.engines.keys() & set(names))
+    dead = [fleet.engines[name] for name in names]
+    for engine in dead:
+        deaths.future(engine.server).set_result("it is dead")
+    await eventually(lambda: not [one for one in fleet.engines.values() if one in dead])
 
 
 async def test_each_engine_is_behind_the_router_of_its_group(divided: Fleet) -> None:

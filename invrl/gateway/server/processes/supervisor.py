@@ -165,6 +165,7 @@ class _Workers:
             ),
         )
         pid = _fork(work)
+        _log.info("worker %d is process %d", number, pid)
         self._numbers_by_pid[pid] = number
 
     def reap(self) -> None:
