@@ -4,9 +4,9 @@
 increase while all slots are in use, every engine has room and the gate holds no turn;
 multiplicative decrease while an engine is full. Invariants: the limit is at least 1 and
 at most `most`. It rises only if it is used up, so it never exceeds the admitted work by
-more than one step. It falls only if the running rollouts are within it, so the effect of a decrease is seen before
-the next one. At a load that follows at once it therefore moves within
-[0.75 L, L + engines], where L rollouts fill an engine.
+more than one step. It falls only if the running rollouts are within it, so the effect
+of a decrease is seen before the next one. At a load that follows at once it therefore
+moves within [0.75 L, L + engines], where L rollouts fill an engine.
 """
 
 from collections.abc import Sequence

@@ -180,6 +180,7 @@ class Supervisor:
                 self._stop_parent()
 
     def _run_incarnations(self) -> int:
+        """Do the work of `run`, while signals are blocked."""
         restarts = 0
         while True:
             if self._is_interrupted():

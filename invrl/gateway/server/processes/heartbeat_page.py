@@ -46,10 +46,10 @@ class HeartbeatPage:
     """An array of uint64. The supervisor and each of `workers` workers have six words:
     the number of heartbeats, how often the process was killed because they stopped,
     wrong answers of engines, how often it has ended by itself, the lived time of its
-    place (`AwakeClock`), and the turns that its gate holds. Then comes the newest version of the weights. The last
-    word is not 0 once the run has ended. Behind the words are the length and the
-    checksum of the load of the engines, and its JSON. `file` is the open file that
-    `create` returned, which child processes inherit."""
+    place (`AwakeClock`), and the turns that its gate holds. Then comes the newest
+    version of the weights. The last word is not 0 once the run has ended. Behind the
+    words are the length and the checksum of the load of the engines, and its JSON.
+    `file` is the open file that `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
