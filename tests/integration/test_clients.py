@@ -225,6 +225,16 @@ async def test_anthropic_messages_are_recorded_as_the_wire_had_them(
         ]
 
 
+async def test_google_generate_content_is_recorded_as_the_wire_had_it(
+    stack: Stack, tmp_path: Path
+):
+    for played in await play(stack, tmp_path, "google_genai.py", [STREAMED, WHOLE]):
+        assert_calculated(played)
+        assert played.printed["finishes"] == ["STOP", "STOP", "STOP"]
+        assert played.printed["models"] == ["models/scripted"]
+        assert played.printed["counted"] == sorted(played.printed["counted"])
+
+
 @pytest.mark.parametrize(
     ("program", "modes", "in_order"),
     [
