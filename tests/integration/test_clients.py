@@ -348,6 +348,16 @@ async def test_mini_swe_agent_continues_one_conversation(stack: Stack, tmp_path:
 
 
 @NPM
+@pytest.mark.slow
+async def test_gemini_cli_continues_one_conversation(stack: Stack, tmp_path: Path):
+    forked = await forks_of_a_coding_agent(
+        stack, tmp_path, client_programs.run_gemini_cli, 14
+    )
+    assert {turn["fork_reason"] for turn in forked} <= {"new_conversation"}
+    assert (tmp_path / "work/file2.py").read_text().startswith("def f():")
+
+
+@NPM
 async def test_codex_does_a_task_with_its_own_shell_tool(stack: Stack, tmp_path: Path):
     """A small task, which must leave a file."""
     session = await stack.open()
