@@ -27,6 +27,7 @@ from launch.uv_settings import uv_variables
 PROGRAMS = Path(__file__).parent / "clients"
 CODEX = "@openai/codex@0.169.0"
 CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.330"
+GEMINI_CLI = "@google/gemini-cli@0.61.0"
 OPENCODE = "opencode-ai@1.18.33"
 VERCEL = (
     "ai@7.0.173",
@@ -273,6 +274,33 @@ async def run_claude_code(
     command = [str(npm("claude-code", CLAUDE_CODE) / ".bin/claude"), "-p", task]
     command += ["--output-format", "json", "--permission-mode", "acceptEdits"]
     command += ["--allowedTools", "Bash", "Read", "Write", "Edit"]
+    return await run_program(
+        command, folder=folder, cwd=work, env=env, deadline_s=deadline_s
+    )
+
+
+async def run_gemini_cli(
+    task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
+) -> Ended:
+    """`gemini -p` in `folder`/work, at our generateContent; it may use all its
+    tools."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    settings = {
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "general": {"disableAutoUpdate": True, "disableUpdateNag": True},
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+    }
+    (folder / ".gemini").mkdir(exist_ok=True)
+    (folder / ".gemini/settings.json").write_text(json.dumps(settings))
+    env = {
+        **OFFLINE,
+        "GOOGLE_GEMINI_BASE_URL": session["base_url"].removesuffix("/v1"),
+        "GEMINI_API_KEY": session["key"],
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
+    command = [str(npm("gemini-cli", GEMINI_CLI) / ".bin/gemini"), "-p", task, "--yolo"]
     return await run_program(
         command, folder=folder, cwd=work, env=env, deadline_s=deadline_s
     )

@@ -62,6 +62,15 @@ _TASK = re.compile(r"Work in (\S+) for (\d+) steps")
 _FILES = {  # a coding agent's names for what it does, and for what that takes
     "Write": ("Write", "Edit", "Read", "Bash", "file_path", "old_string", "new_string"),
     "write": ("write", "edit", "read", "bash", "filePath", "oldString", "newString"),
+    "write_file": (
+        "write_file",
+        "replace",
+        "read_file",
+        "run_shell_command",
+        "file_path",
+        "old_string",
+        "new_string",
+    ),
 }
 
 

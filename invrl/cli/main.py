@@ -113,7 +113,7 @@ MOVED_COMMANDS = {
 """Commands of earlier versions, and their replacements."""
 
 _INTRO = """\
-invrl: an RL post-training server. Point any program that speaks the OpenAI or Anthropic API at its gateway:
+invrl: an RL post-training server. Point any program that speaks the OpenAI, Anthropic or Google API at its gateway:
 the model is trained on what it samples for that program.
 
 usage: invrl COMMAND [flags]"""

@@ -14,20 +14,22 @@ from collections.abc import Mapping, Sequence
 from invrl.errors import SessionError
 
 KEY_PREFIX = "isk-"
+KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 _CODE_BYTES = 12
 
 
 def request_keys(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
-    """Return every key that a request carries: in the path, as bearer, as x-api-key.
-    With a key in the path, only session keys in the headers count, because agents send
-    some placeholder there."""
+    """Return every key that a request carries: in the path, as bearer, in the headers of
+    Anthropic's and Google's clients. With a key in the path, only session keys in the
+    headers count, because agents send some placeholder there."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     keys: list[str] = []
     if scheme.lower() == "bearer" and bearer.strip():
         keys.append(bearer.strip())
-    api_key = headers.get("x-api-key", "")
-    if api_key:
-        keys.append(api_key)
+    for header in KEY_HEADERS:
+        api_key = headers.get(header, "")
+        if api_key:
+            keys.append(api_key)
     if path_key is None:
         return keys
     return [path_key, *(key for key in keys if key.startswith(KEY_PREFIX))]
@@ -44,7 +46,7 @@ def single_key_hash(keys: Sequence[str]) -> bytes:
     hashes = [hash_key(key) for key in keys]
     if not hashes:
         raise unauthorized(
-            "no key: give it as bearer or as x-api-key, a session's own also in the path"
+            "no key: give it as bearer, as x-api-key or as x-goog-api-key, a session's own also in the path"
         )
     for other in hashes:
         if not hmac.compare_digest(hashes[0], other):

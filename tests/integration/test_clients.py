@@ -225,6 +225,16 @@ async def test_anthropic_messages_are_recorded_as_the_wire_had_them(
         ]
 
 
+async def test_google_generate_content_is_recorded_as_the_wire_had_it(
+    stack: Stack, tmp_path: Path
+):
+    for played in await play(stack, tmp_path, "google_genai.py", [STREAMED, WHOLE]):
+        assert_calculated(played)
+        assert played.printed["finishes"] == ["STOP", "STOP", "STOP"]
+        assert played.printed["models"] == ["models/scripted"]
+        assert played.printed["counted"] == sorted(played.printed["counted"])
+
+
 @pytest.mark.parametrize(
     ("program", "modes", "in_order"),
     [
@@ -335,6 +345,16 @@ async def test_mini_swe_agent_continues_one_conversation(stack: Stack, tmp_path:
         == []
     )
     assert (tmp_path / "work/steps.txt").read_text().split() == list("012345")
+
+
+@NPM
+@pytest.mark.slow
+async def test_gemini_cli_continues_one_conversation(stack: Stack, tmp_path: Path):
+    forked = await forks_of_a_coding_agent(
+        stack, tmp_path, client_programs.run_gemini_cli, 14
+    )
+    assert {turn["fork_reason"] for turn in forked} <= {"new_conversation"}
+    assert (tmp_path / "work/file2.py").read_text().startswith("def f():")
 
 
 @NPM

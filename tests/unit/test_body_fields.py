@@ -18,6 +18,7 @@ from invrl.gateway.dialects import joined_messages
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
+from invrl.gateway.dialects.google.generate_content import GenerateContentDialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.rendering.renderer import Renderer
@@ -32,6 +33,10 @@ DIALECTS: dict[str, tuple[Dialect[Any], dict[str, Any]]] = {
     "completions": (CompletionsDialect(**OPENAI), {"prompt": "x"}),
     "responses": (ResponsesDialect(**OPENAI), {"input": [ASK]}),
     "messages": (MESSAGES, {"messages": [ASK], "max_tokens": 8}),
+    "generate_content": (
+        GenerateContentDialect(model="tiny"),
+        {"contents": [{"parts": [{"text": "x"}]}]},
+    ),
 }
 every_dialect = pytest.mark.parametrize("name", list(DIALECTS))
 TOOLS = [

@@ -26,6 +26,8 @@ OF_AN_AGENT = (
     "responses",
     "messages",
     "messages/count_tokens",
+    "models/tiny:generateContent",
+    "models/tiny:countTokens",
 )
 
 

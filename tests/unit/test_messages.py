@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from running_gateway import Running, running
 from tool_replies import PARSERS, say
 
+from invrl.gateway.dialects.wire import arguments_object
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.workers.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types.sessions import Session
@@ -577,13 +578,12 @@ async def test_message_blocks_reach_the_chat_template_as_text(
 async def test_truncated_call_shows_its_readable_arguments(
     gateway: Running, renderer: Renderer
 ):
-    from invrl.gateway.dialects.messages import _input
-
-    assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
+    assert arguments_object('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
     assert [
-        _input(text) for text in ("", "{", "[1", "5", "no", '{"x": NaN}', "[" * 100_000)
+        arguments_object(text)
+        for text in ("", "{", "[1", "5", "no", '{"x": NaN}', "[" * 100_000)
     ] == [{}] * 7
-    assert bytes(_input('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
+    assert bytes(arguments_object('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
     [session] = await gateway.open()
     say(gateway, renderer, CALL[: CALL.index("13") + 1])
     message = await ask(

@@ -124,6 +124,8 @@ serving {model} ({serving.settings.model_path}); Ctrl-C ends it
   OPENAI_API_KEY={session.key}
   ANTHROPIC_BASE_URL={session.base_url.removesuffix("/v1")}
   ANTHROPIC_API_KEY={session.key}
+  GOOGLE_GEMINI_BASE_URL={session.base_url.removesuffix("/v1")}
+  GEMINI_API_KEY={session.key}
 
 try it:
   curl -s {session.base_url}/chat/completions -H 'Content-Type: application/json' \\

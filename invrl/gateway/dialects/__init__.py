@@ -1,5 +1,5 @@
 """The wire formats: OpenAI chat completions, completions and responses, Anthropic
-messages.
+messages, Google's generateContent.
 
 A dialect is pure: bodies in, bodies and events out. Start with `dialect.py`.
 """

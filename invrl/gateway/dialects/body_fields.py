@@ -184,7 +184,9 @@ class FieldTable:
             return True
         meant = _misspelt_parameter(name)
         if meant:
-            reason = f"`{name}` is no parameter; `{meant}` is"
+            reason = f"`{name}` is no parameter"
+            if meant in self._known:
+                reason += f"; `{meant}` is"
             raise SessionError(reason, status=400, code="unknown_parameter", param=name)
         return True
 

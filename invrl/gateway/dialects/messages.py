@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic_core import from_json
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
@@ -275,7 +274,7 @@ def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
             "type": "tool_use",
             "id": call.id,
             "name": call.name,
-            "input": _input(call.arguments),
+            "input": wire.arguments_object(call.arguments),
         }
         blocks.append(block)
     return blocks
@@ -431,23 +430,6 @@ def _signature(turn_id: str) -> str:
     """Return a signature of thinking, which clients require and send back. Nothing
     reads it."""
     return f"invrl-{turn_id}"
-
-
-def _input(arguments: str) -> object:
-    """Return a call's arguments as an object, character by character if they are a
-    whole one."""
-    try:
-        msgspec.json.decode(arguments, type=dict)
-        return msgspec.Raw(arguments.encode())
-    except (msgspec.DecodeError, RecursionError):
-        pass
-    try:
-        partial = from_json(arguments, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    if isinstance(partial, dict):
-        return partial
-    return {}
 
 
 def _turn_request(

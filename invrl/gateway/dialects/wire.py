@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from pydantic_core import from_json
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects.body_fields import FieldTable
@@ -109,7 +110,7 @@ def decode(
     table: FieldTable,
 ) -> tuple[Body, tuple[str, ...]]:
     """Decode the body of a request; return it and the names of its ignored fields."""
-    _check_number_of_values(raw, "the body")
+    check_number_of_values(raw, "the body")
     try:
         raw.decode()  # msgspec does not check the encoding of what it skips
         body = decoder.decode(raw)
@@ -131,7 +132,7 @@ def _field_in(reason: str) -> str | None:
     return path.rstrip("`") or None
 
 
-def _check_number_of_values(raw: bytes, name: str) -> None:
+def check_number_of_values(raw: bytes, name: str) -> None:
     """Raise SessionError 400 if there are more values than may be parsed in one step.
     Values are counted by the signs between them: first all signs, then, if those are
     too many, only the signs outside of strings."""
@@ -159,8 +160,25 @@ def call_arguments(text: str, param: str) -> str:
     values to be parsed in one step."""
     if len(text) > _MAX_VALUES:
         raw = text.encode("utf-8", "surrogatepass")
-        _check_number_of_values(raw, param)
+        check_number_of_values(raw, param)
     return text
+
+
+def arguments_object(arguments: str) -> object:
+    """Return a call's arguments as an object, character by character if they are a
+    whole one."""
+    try:
+        msgspec.json.decode(arguments, type=dict)
+        return msgspec.Raw(arguments.encode())
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        partial = from_json(arguments, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
+    if isinstance(partial, dict):
+        return partial
+    return {}
 
 
 def stop_strings(

@@ -21,7 +21,7 @@ _NAMED = re.compile(
 )
 _FLAG = re.compile(rf"""(?i)(--[\w-]*(?:{_NAME})\s+["']?)()(?![-(]){_VALUE}""")
 _IN_PAIR = re.compile(
-    rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])()(?!\(){_VALUE}"""
+    rf"""(?i)(["'](?:x-(?:goog-)?)?(?:{_NAME})["'],\s*b?["'])()(?!\(){_VALUE}"""
 )
 """A header as a pair: (b'x-api-key', b'...')."""
 _HEADER = re.compile(

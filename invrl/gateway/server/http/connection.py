@@ -33,6 +33,9 @@ class ClientConnection:
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in scope["headers"]
         }
+        self.model_in_path: str | None = scope.get("path_params", {}).get("model")
+        """Model that the path names, as Google's API does; None if it names none."""
+        self.query = scope["query_string"].decode("latin-1")
         self.gone = asyncio.Event()
         """Set when the client has disconnected."""
         self.session_id = ""

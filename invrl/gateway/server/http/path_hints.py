@@ -2,6 +2,7 @@
 Pure."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 _ROUTES = (
@@ -17,6 +18,9 @@ _BASE_URLS = (
     "the base URL is http://HOST:PORT/s/KEY/v1, for Anthropic's clients http://HOST:PORT/s/KEY, without a "
     "slash at its end"
 )
+_GOOGLE_ROUTE = re.compile(
+    r"models/.+:(generatecontent|streamgeneratecontent|counttokens)"
+)
 
 
 def hint(path: str) -> str:
@@ -27,6 +31,9 @@ def hint(path: str) -> str:
         parts = parts[2:]
     while parts[:1] == ["v1"]:
         parts = parts[1:]
+    google_route = _GOOGLE_ROUTE.search("/".join(parts))
+    if google_route:
+        return "the base URL of Google's clients is http://HOST:PORT/s/KEY, to which they add /v1beta"
     if not parts:
         return (
             f"this is no route but a base URL, to which clients add one ({_BASE_URLS})"

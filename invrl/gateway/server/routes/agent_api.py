@@ -136,6 +136,9 @@ class AgentEndpoint:
             self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn
         )
         request = await self.turns.threads.run(parse, size=len(body))
+        if client.model_in_path is not None:
+            turn = structs.replace(request.turn, model=client.model_in_path)
+            request = structs.replace(request, turn=turn)
         self.turns.check_model(record, request.turn.model)
         self.turns.count_ignored(record, request.turn.ignored)
         prepared = await self.turns.prepare(conversation, request.turn, size=len(body))
@@ -222,6 +225,24 @@ class AgentEndpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventsEndpoint(AgentEndpoint):
+    """The route of a dialect that streams events only where the query says so."""
+
+    async def _serve(
+        self, client: ClientConnection, record: SessionRecord, body: bytes
+    ) -> None:
+        if "alt=sse" not in client.query.split("&"):
+            raise SessionError(
+                "a stream is sent as events: add `?alt=sse` to the URL",
+                status=400,
+                code="invalid_request",
+                param="alt",
+            )
+        # Zero-argument super() does not work in a dataclass with slots.
+        await AgentEndpoint._serve(self, client, record, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CountEndpoint(AgentEndpoint):
     """One dialect's route that counts the tokens of a request's prompt. Nothing is
     sampled."""
@@ -233,7 +254,7 @@ class CountEndpoint(AgentEndpoint):
     ) -> None:
         parse = partial(self.dialect.parse_count, body)
         request = await self.turns.threads.run(parse, size=len(body))
-        self.turns.check_model(record, request.model)
+        self.turns.check_model(record, client.model_in_path or request.model)
         conversation = self.turns.conversation(record)
         tokens = await self.turns.count_tokens(conversation, request, size=len(body))
         await client.answer(200, _JSON, self.dialect.counted(tokens))

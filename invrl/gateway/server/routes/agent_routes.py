@@ -1,7 +1,8 @@
-"""Routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for each
+"""Routes that agents call, `/v1/...` and `/s/<key>/v1/...`: those that sample in each
 dialect, and lookups of models and recorded responses."""
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,18 +13,28 @@ from starlette.types import ASGIApp
 from invrl.errors import SessionError
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
-from invrl.gateway.dialects.dialect import Dialect
+from invrl.gateway.dialects.dialect import CountingDialect, Dialect
+from invrl.gateway.dialects.google.generate_content import (
+    CountTokensDialect,
+    GenerateContentDialect,
+)
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.keys import request_keys
 from invrl.gateway.registry import SessionRegistry
-from invrl.gateway.server.routes.agent_api import AgentEndpoint, CountEndpoint
+from invrl.gateway.server.routes.agent_api import (
+    AgentEndpoint,
+    CountEndpoint,
+    EventsEndpoint,
+)
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.turns import Turns
 from invrl.host.output.traces import Traces
 
 _PREFIXES = ("/v1", "/s/{key}/v1")
+_GOOGLE_PATH = re.compile(r"/v1(alpha|beta)/|/models/.+:\w+$")
+_GOOGLE_PREFIXES = ("/v1beta", "/s/{key}/v1beta", "/v1alpha", "/s/{key}/v1alpha")
 
 
 class AgentRoutes:
@@ -49,10 +60,15 @@ class AgentRoutes:
         self._completions = CompletionsDialect(**openai_model)
         self._responses = ResponsesDialect(**openai_model)
         self._messages = MessagesDialect(model=settings.model_name)
+        self._google = GenerateContentDialect(model=settings.model_name)
 
-    def dialect_for(self, request: Request) -> ChatDialect | MessagesDialect:
+    def dialect_for(
+        self, request: Request
+    ) -> ChatDialect | MessagesDialect | GenerateContentDialect:
         """Return the dialect of this request's client, on a route that belongs to no
         dialect, and in an error."""
+        if "x-goog-api-key" in request.headers or _GOOGLE_PATH.search(request.url.path):
+            return self._google
         is_anthropic = (
             "anthropic-version" in request.headers or "/v1/messages" in request.url.path
         )
@@ -72,12 +88,18 @@ class AgentRoutes:
 
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
         """Return the routes that take a prompt, by their path below `/v1`."""
+        model = self._settings.model_name
         dialects: list[Dialect[Any]] = [
             self._chat,
             self._completions,
             self._responses,
             self._messages,
+            self._google,
         ]
+        counting: dict[str, CountingDialect[Any]] = {
+            self._messages.path + "/count_tokens": self._messages,
+            "/models:countTokens": CountTokensDialect(model=model),
+        }
         endpoints: dict[str, ASGIApp] = {}
         for dialect in dialects:
             endpoints[dialect.path] = AgentEndpoint(
@@ -87,22 +109,32 @@ class AgentRoutes:
                 settings=self._settings,
                 traces=self._traces,
             )
-        endpoints[self._messages.path + "/count_tokens"] = CountEndpoint(
-            dialect=self._messages,
+        streamed = GenerateContentDialect(model=model, streams=True)
+        endpoints[streamed.path] = EventsEndpoint(
+            dialect=streamed,
             registry=self._registry,
             turns=self._turns,
             settings=self._settings,
+            traces=self._traces,
         )
+        for path, dialect in counting.items():
+            endpoints[path] = CountEndpoint(
+                dialect=dialect,
+                registry=self._registry,
+                turns=self._turns,
+                settings=self._settings,
+            )
         return endpoints
 
     def lookup_routes(self) -> list[Route]:
         """Return the routes that sample nothing, under each prefix."""
         routes: list[Route] = []
-        for prefix in _PREFIXES:
+        for prefix in (*_PREFIXES, *_GOOGLE_PREFIXES):
             routes.append(Route(prefix + "/models", self._show_models, methods=["GET"]))
             routes.append(
                 Route(prefix + "/models/{id:path}", self._show_models, methods=["GET"])
             )
+        for prefix in _PREFIXES:
             routes.append(
                 Route(prefix + "/responses/{id}", self._show_response, methods=["GET"])
             )

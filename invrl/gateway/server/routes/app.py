@@ -7,7 +7,7 @@ routes have no counterpart.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,10 @@ _SESSION_BODY_BYTES = 2**20
 """Largest body of the session API, except for numbers of tokens: it is read and checked
 in the event loop."""
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
+_GOOGLE_PATH = re.compile(
+    r"(?:/s/(?P<key>[^/]+))?/v1(?:alpha|beta)?/models/(?P<model>.+):(?P<method>\w+)"
+)
+"""Path of Google's API, which names the model before the route."""
 
 
 class _GatewayApp(FastAPI):
@@ -70,13 +74,12 @@ class _GatewayApp(FastAPI):
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            match = _SAMPLING_PATH.fullmatch(scope["path"])
-            if match is not None:
-                endpoint = self.sampling_endpoints.get(match["path"])
-                if endpoint is not None:
-                    scope["path_params"] = {"key": match["key"]}
-                    await endpoint(scope, receive, send)
-                    return
+            path, parameters = _sampling_path(scope["path"])
+            endpoint = self.sampling_endpoints.get(path)
+            if endpoint is not None:
+                scope["path_params"] = parameters
+                await endpoint(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
@@ -92,6 +95,19 @@ class _GatewayApp(FastAPI):
                 reference = body["content"]["application/json"]["schema"]["$ref"]
                 body["required"] = "required" in schemas[reference.rpartition("/")[2]]
         return description
+
+
+def _sampling_path(path: str) -> tuple[str, Mapping[str, str | None]]:
+    """Return the path of an agent's request below `/v1`, and the key and the model that
+    it contains; "" if agents call no such path."""
+    match = _GOOGLE_PATH.fullmatch(path)
+    if match is not None:
+        parameters = {"key": match["key"], "model": match["model"]}
+        return f"/models:{match['method']}", parameters
+    match = _SAMPLING_PATH.fullmatch(path)
+    if match is not None:
+        return match["path"], {"key": match["key"]}
+    return "", {}
 
 
 def make_app(

@@ -134,7 +134,7 @@ class Forwarder:
                 raise unauthorized("unknown session key")
         if not keys:
             raise unauthorized(
-                "no key: give it as bearer or as x-api-key, a session's own also in the path"
+                "no key: give it as bearer, as x-api-key or as x-goog-api-key, a session's own also in the path"
             )
 
     def _opener(self, body: bytes) -> int:

@@ -1,0 +1,1 @@
+"""Google's `generateContent`. Start with `generate_content.py`."""
