@@ -181,7 +181,6 @@ class SglangClient:
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         body = generate_json(request, with_experts=self._experts is not None)
         reader = self._reader(request)
-        engine = None
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
@@ -189,7 +188,7 @@ class SglangClient:
                     "/generate", body, key=self.api_key, routing_key=request.routing_key
                 ) as response,
             ):
-                engine = response.headers.get(INSTANCE_HEADER)
+                reader.engine = response.headers.get(INSTANCE_HEADER)
                 async for data in read_events(response):
                     with self._report_wrong_replies():
                         chunk = reader.add(decode_event(data))
@@ -203,7 +202,7 @@ class SglangClient:
             if not reader.has_ended or isinstance(error, WrongReplyError):
                 raise
         with self._report_wrong_replies():
-            end = msgspec.structs.replace(reader.end(), engine=engine)
+            end = reader.end()
         yield end
 
     @contextlib.contextmanager
