@@ -11,7 +11,7 @@ InvrlError
 │   └── ActorSilentError   a Ray actor did not answer a call in time
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
-│   ├── NoEngineError      the router has no engine at the moment
+│   ├── NoEngineError      no engine got the request
 │   └── WrongReplyError   an engine's reply cannot be read, or cannot be true
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
@@ -103,7 +103,8 @@ class ActorDiedError(ServerError):
 
 
 class NoEngineError(ServerError):
-    """The router has no engine at the moment; nothing has been sampled."""
+    """No engine got the request, so nothing has been sampled: the router has none at the
+    moment, does not reach the one that it chose, or is away itself."""
 
 
 class WrongReplyError(ServerError):

@@ -27,7 +27,7 @@ from invrl.types.leases import Place
 from invrl.types.reasons import DropReason, FailureReason
 from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.types.sessions import Purpose, Sampling, Session
-from invrl.types.turns import FinishReason, Turn, VersionSpan
+from invrl.types.turns import FinishReason, Segment, Turn, VersionSpan
 from invrl.types.weights import WeightVersion
 
 
@@ -59,8 +59,9 @@ class RecordedRun:
         detail: str = "",
         ending: FinishReason = "stop",
         version: int | None = None,
+        segments: Sequence[Segment] = (),
     ) -> str:
-        """A rollout of the step; its session's id."""
+        """A rollout of the step; its session's id. `segments`: of its turns."""
         name = f"ses-{self.sequence:04d}{index}"
         group = group or f"g-{task}-{step}"
         if purpose == "eval":
@@ -101,7 +102,8 @@ class RecordedRun:
                 )
                 path += [*turn.context_ids_T.tolist(), *turn.sampled_ids_T.tolist()]
             conversation += [asked, said]
-            self.writer.add_turn(turn, msgspec.json.encode([asked, said])).result(60)
+            messages = msgspec.json.encode([asked, said])
+            self.writer.add_turn(turn, messages, segments=segments).result(60)
             self.writer.mark_delivered(turn.id).result(60)
             parent = turn.id
         summary = self.summary(

@@ -156,6 +156,10 @@ def _turn(
         "logprob_min": -2.0,
         "reward": None,
         "numbers": {},
+        "segments": [
+            {"engine": f"engine-0 {HOSTILE}", "start": 0, "end": 4},
+            {"engine": None, "start": 4, "end": 8},
+        ],
     }
 
 

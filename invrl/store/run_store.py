@@ -59,6 +59,7 @@ from invrl.store.run_store_queries import (
     TOKEN_NUMBERS,
     TOOLS,
     TOP_LOGPROBS,
+    TURN_SEGMENTS,
     WHOLE_TURNS,
 )
 from invrl.store.schema import connect
@@ -73,7 +74,7 @@ from invrl.types.rollouts import (
 )
 from invrl.types.sessions import Session
 from invrl.types.top_logprobs import TopLogprobs
-from invrl.types.turns import Trajectory, Turn, is_trainable
+from invrl.types.turns import Segment, Trajectory, Turn, is_trainable
 from invrl.types.weights import WeightVersion
 
 _DELIVERED = TURN_COLUMNS.split(", ").index("delivered")
@@ -327,6 +328,15 @@ class RunStore:
         turn id."""
         rows = self._db.execute(MATCHED_STOPS, (json.dumps(session_ids),))
         return dict(rows.fetchall())
+
+    def turn_segments(self, *session_ids: str) -> dict[str, tuple[Segment, ...]]:
+        """Return the engines of the moved turns of these sessions, by turn id."""
+        segments: dict[str, tuple[Segment, ...]] = {}
+        rows = self._db.execute(TURN_SEGMENTS, (json.dumps(session_ids),))
+        for turn_id, engine, start, end in rows:
+            segment = Segment(engine=engine, start=start, end=end)
+            segments[turn_id] = (*segments.get(turn_id, ()), segment)
+        return segments
 
     def turn_traces(self, turn_ids: Sequence[str]) -> dict[str, SpanPlace]:
         """Return the spans of these turns, for those that have one, by turn id."""

@@ -85,6 +85,11 @@ MATCHED_STOPS = """
     SELECT turn_id, stop FROM matched_stops
     WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
+TURN_SEGMENTS = """
+    SELECT turn_id, engine, start, "end" FROM turn_segments
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+    ORDER BY turn_id, start
+"""
 SILENT_SESSIONS = """
     -- id and time of the last sign of each open session of a group, the most silent first
     SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0))

@@ -57,7 +57,7 @@ from invrl.types.rollouts import FailedRollout, Outcome
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.sessions import Reward
 from invrl.types.top_logprobs import TopLogprobs
-from invrl.types.turns import Turn
+from invrl.types.turns import Segment, Turn
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
@@ -160,6 +160,7 @@ class RunStoreWriter:
         top: TopLogprobs | None = None,
         trace: SpanPlace | None = None,
         stop: str = "",
+        segments: Sequence[Segment] = (),
     ) -> Future[None]:
         """Add a turn. `messages` is JSON of the messages that the turn's tokens stand
         for, the reply last. `tools` is JSON of the tools that its conversation was
@@ -167,7 +168,7 @@ class RunStoreWriter:
         has their digest: agents send the same 50 KB with every request. For
         `experts_TLK` and `top` see `Rollout.routed_experts` and `Rollout.top_logprobs`.
         `trace` is the turn's span, `stop` the client's stop string that ended the
-        reply."""
+        reply, `segments` the engines of a moved turn."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -194,6 +195,10 @@ class RunStoreWriter:
         if stop:
             add_stop = "INSERT INTO matched_stops VALUES (?,?)"
             statements.append((add_stop, (turn.id, stop)))
+        add_segment = "INSERT INTO turn_segments VALUES (?,?,?,?)"
+        for segment in segments:
+            row = (turn.id, segment.start, segment.end, segment.engine)
+            statements.append((add_segment, row))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:

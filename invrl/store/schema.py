@@ -77,6 +77,11 @@ ADDED_TABLES = {
     # request continues, never what is trained of one
     "matched_stops": """(
   turn_id TEXT PRIMARY KEY, stop TEXT NOT NULL) WITHOUT ROWID""",
+    # rows only for turns that more than one request to an engine sampled; engine: NULL if
+    # it has no name. Training reads the versions of tokens (`turns.spans`), not these
+    "turn_segments": """(
+  turn_id TEXT NOT NULL, start INTEGER NOT NULL, "end" INTEGER NOT NULL, engine TEXT,
+  PRIMARY KEY (turn_id, start)) WITHOUT ROWID""",
     # hexadecimal digits; rows only with OpenTelemetry
     "turn_traces": """(
   turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",

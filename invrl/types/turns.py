@@ -23,6 +23,16 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Sampled tokens [start, end) of a moved turn that one engine sampled."""
+
+    engine: str | None
+    """Name that this start of the engine gives itself; None if it has none."""
+    start: int
+    end: int
+
+
 def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bool:
     """Whether the tokens of a delivered turn may be trained: it was not aborted, and
     any grammar that constrained it is known, so that the trainer can apply it too."""

@@ -171,6 +171,7 @@ class _DetailReader:
         explanations = self._explanations(recorded)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
         by_id = {turn.id: turn for turn, _, _ in recorded}
+        segments = self._store.turn_segments(*family)
         rows: list[Row] = []
         for turn, messages, tools in recorded:
             row = self._turn_row(turn, messages, tools, explanations.get(turn.id))
@@ -190,6 +191,7 @@ class _DetailReader:
                 "why_not_trained": "" if was_trained else reason,
                 "reward": reward.value if reward else None,
                 "numbers": numbers.get(turn.id, {}),
+                "segments": segments.get(turn.id, ()),
             }
             rows.append(row)
         return rows

@@ -23,6 +23,7 @@ from invrl.engines.client.generation import (
 )
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER
 from invrl.engines.router.router_server import RouterServer
 from invrl.errors import ServerError, SessionError
 from invrl.types.sessions import Sampling
@@ -224,6 +225,19 @@ async def test_pieces_join_to_the_whole_reply(
     assert num_tokens == 90
     assert_spans_cover(result.spans, 90)
     assert result.finish_reason == "length"
+
+
+async def test_every_piece_has_the_name_of_its_engine(
+    client: SglangClient,
+    stand_in: FakeEngine | None,
+):
+    if stand_in is not None:
+        stand_in.headers = {INSTANCE_HEADER: "engine-0.of-a-stand-in"}
+    chunks, result = await collect(client.stream(ask(PROMPT)))
+    [engine] = {chunk.engine for chunk in chunks}
+    assert engine == result.engine
+    assert engine is not None
+    assert engine.startswith("engine-0.")
 
 
 async def test_an_event_has_as_many_tokens_as_its_request_says(

@@ -280,12 +280,22 @@ async def test_replies_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) ->
             asyncio.create_task(reply.run(taken.append))
             for reply, taken in zip(replies, chunks, strict=True)
         ]
-        async with asyncio.timeout(300):
-            while any(reply.segments.num_sampled < 34 for reply in replies):
+
+        def in_the_middle() -> set[bool]:
+            """The kinds of replies that engine-0 has begun."""
+            return {
+                stream
+                for reply, stream in zip(replies, streams, strict=True)
+                if reply.segments.num_sampled >= 34
+                and engines_of(reply) == ["engine-0"]
+            }
+
+        async with asyncio.timeout(600):
+            while in_the_middle() != {False, True}:
                 await asyncio.sleep(0.01)
         killed = fleet.engines["engine-0"]
         os.kill(killed.server.pid, signal.SIGKILL)
-        ends = await asyncio.wait_for(asyncio.gather(*flights), 300)
+        ends = await asyncio.wait_for(asyncio.gather(*flights), 600)
         others = [
             structs.replace(asked, rid=f"{asked.rid}-whole") for asked in requests
         ]
@@ -297,14 +307,20 @@ async def test_replies_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) ->
         logprobs_T = np.concatenate([chunk.logprobs_T for chunk in taken])
         assert logprobs_T == pytest.approx(whole.logprobs_T, abs=1e-3)
         assert reply.segments.spans == whole.spans
-    moved = [
-        stream
-        for reply, stream in zip(replies, streams, strict=True)
-        if reply.segments.num_segments > 1
-    ]
+    moved: list[bool] = []
+    for reply, stream in zip(replies, streams, strict=True):
+        if reply.segments.num_segments > 1:
+            assert engines_of(reply) == ["engine-0", "engine-1"]
+            moved.append(stream)
     print(f"{len(moved)} of {len(replies)} replies moved, {sum(moved)} of them streams")
     assert set(moved) == {False, True}
     await leaves(fleet, killed)
+
+
+def engines_of(reply: ReplySampling) -> list[str]:
+    """The engines that sampled the reply, without the names of their starts."""
+    starts = [segment.engine or "" for segment in reply.segments.by_engine]
+    return [start.partition(".")[0] for start in starts]
 
 
 @pytest.mark.slow

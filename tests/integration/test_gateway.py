@@ -344,6 +344,7 @@ async def test_full_gateway_answers_429_and_a_dead_fleet_503(
         tmp_path,
         router_url="http://127.0.0.1:9",
         session={"max_open": 1},
+        engine_return_s=0.1,
     )
     server = GatewayServer(
         settings,

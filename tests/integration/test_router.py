@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
+from fakes import FakeEngine
 from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import generate
 
@@ -19,7 +20,7 @@ from invrl.engines.client.generation import GenerateEnd, GenerateRequest
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.router.router_server import RouterServer
-from invrl.errors import ServerError
+from invrl.errors import NoEngineError
 from invrl.host.processes.process import process_tree
 from invrl.types.sessions import Sampling
 
@@ -125,7 +126,7 @@ async def test_router_sends_requests_only_to_registered_engines(
     server = tiny_fleet.engines["engine-0"].server
     await asyncio.to_thread(router.unregister, server.url)
     try:
-        with pytest.raises(ServerError, match=r"answered /generate with (503|404)"):
+        with pytest.raises(NoEngineError, match=r"answered /generate with (503|404)"):
             await generate(router_client, generation(3))
     finally:
         await asyncio.to_thread(router.register, server.url, api_key=server.api_key)
@@ -155,32 +156,62 @@ async def test_requests_sent_during_an_engines_pause_wait(
     assert all(len(result.ids_T) == 6 for result in results)
 
 
-@pytest.mark.parametrize("program", ROUTERS)
-async def test_router_keeps_a_session_on_one_engine(
-    request: pytest.FixtureRequest, program: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    """All sessions begin with the same tokens, so a router that goes by prefixes would
-    mix them."""
-    smg = request.getfixturevalue("installed_smg") if program == "smg" else None
+@pytest.fixture(params=ROUTERS)
+async def own_router(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[RouterServer]:
+    """A router without engines."""
+    smg = None
+    if request.param == "smg":
+        smg = request.getfixturevalue("installed_smg")
     router = RouterServer(run_folder=tmp_path, start_timeout_s=240.0, installed_smg=smg)
-    limits = EngineLimits(context_length=1000, vocab_size=512)
-    client = SglangClient(router.url, limits=limits, api_key=router.api_key)
-    first = ScriptedEngine(text_by_prompt, tiny_model)
-    second = ScriptedEngine(text_by_prompt, tiny_model)
     try:
-        async with first, second, client:
-            await asyncio.to_thread(router.wait_ready)
-            for engine in (first, second):
-                await asyncio.to_thread(
-                    router.register, engine.url, api_key=router.api_key
-                )
-            for _ in range(NUM_TURNS):
-                await asyncio.gather(
-                    *(generate(client, generation(index)) for index in range(20))
-                )
+        await asyncio.to_thread(router.wait_ready)
+        yield router
     finally:
         await asyncio.to_thread(router.stop)
         router.address.close()
+
+
+@pytest.fixture
+async def own_client(own_router: RouterServer) -> AsyncIterator[SglangClient]:
+    limits = EngineLimits(context_length=1000, vocab_size=512)
+    key = own_router.api_key
+    async with SglangClient(own_router.url, limits=limits, api_key=key) as client:
+        yield client
+
+
+async def register(router: RouterServer, engine: FakeEngine) -> None:
+    await asyncio.to_thread(router.register, engine.url, api_key=router.api_key)
+
+
+async def test_router_says_that_no_engine_got_the_request_to_a_dead_one(
+    own_router: RouterServer, own_client: SglangClient, tiny_model: Path
+) -> None:
+    """Before it notices the death, and after it."""
+    async with ScriptedEngine(text_by_prompt, tiny_model) as engine:
+        await register(own_router, engine)
+        await generate(own_client, generation(0))
+    for _ in range(2):
+        with pytest.raises(NoEngineError):
+            await generate(own_client, generation(0))
+        await asyncio.to_thread(own_router.unregister, engine.url)
+
+
+async def test_router_keeps_a_session_on_one_engine(
+    own_router: RouterServer, own_client: SglangClient, tiny_model: Path
+) -> None:
+    """All sessions begin with the same tokens, so a router that goes by prefixes would
+    mix them."""
+    first = ScriptedEngine(text_by_prompt, tiny_model)
+    second = ScriptedEngine(text_by_prompt, tiny_model)
+    async with first, second:
+        await register(own_router, first)
+        await register(own_router, second)
+        for _ in range(NUM_TURNS):
+            await asyncio.gather(
+                *(generate(own_client, generation(index)) for index in range(20))
+            )
     turns_of_first = turns_by_session(first)
     turns_of_second = turns_by_session(second)
     assert turns_of_first

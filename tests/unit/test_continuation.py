@@ -16,7 +16,7 @@ from invrl.engines.client.generation import (
 from invrl.errors import ServerError, WrongReplyError
 from invrl.gateway.turns.continuation import NotMoved, Segments, joined_spans
 from invrl.types.sessions import Sampling
-from invrl.types.turns import VersionSpan
+from invrl.types.turns import Segment, VersionSpan
 from invrl.types.weights import WeightVersion
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -41,12 +41,15 @@ def span(version: int, start: int, end: int) -> VersionSpan:
     return VersionSpan(version=WeightVersion(version), start=start, end=end)
 
 
-def chunk(ids: list[int], *spans: VersionSpan, cached: int = 0) -> GenerateChunk:
+def chunk(
+    ids: list[int], *spans: VersionSpan, cached: int = 0, engine: str | None = None
+) -> GenerateChunk:
     return GenerateChunk(
         ids_T=np.array(ids, np.int32),
         logprobs_T=np.full(len(ids), -0.5, np.float32),
         spans=spans or (span(3, 0, len(ids)),),
         cached_tokens=cached,
+        engine=engine,
     )
 
 
@@ -101,6 +104,31 @@ def test_segments_have_the_versions_of_their_engines():
     segments.add(chunk([34], span(6, 0, 1)))
     assert segments.spans == (span(3, 0, 3), span(4, 3, 4), span(6, 4, 5))
     assert segments.num_segments == 3
+
+
+def test_segments_name_the_engines_that_sampled_them():
+    segments = Segments(request())
+    segments.add(chunk([30], engine="engine-0.a"))
+    segments.add(chunk([31], span(3, 0, 2), engine="engine-0.a"))
+    after(segments)
+    after(segments)  # an engine that samples nothing leaves no segment
+    segments.add(chunk([32]))
+    after(segments)
+    segments.add(chunk([33, 34], engine="engine-0.b"))
+    assert segments.by_engine == (
+        Segment(engine="engine-0.a", start=0, end=2),
+        Segment(engine=None, start=2, end=3),
+        Segment(engine="engine-0.b", start=3, end=5),
+    )
+
+
+def test_reply_that_is_sampled_anew_forgets_the_engines_before():
+    segments = Segments(request())
+    segments.add(chunk([30, 31], engine="engine-0.a"))
+    segments.restart()
+    assert segments.by_engine == ()
+    segments.add(chunk([32], engine="engine-1.b"))
+    assert segments.by_engine == (Segment(engine="engine-1.b", start=0, end=1),)
 
 
 def test_spans_of_the_tokens_that_follow_are_moved_behind_the_earlier_ones():

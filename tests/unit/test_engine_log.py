@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from invrl.engines.inside_sglang.engine_instance import NAME_VARIABLE
 from invrl.engines.inside_sglang.engine_log import log_environment
 from invrl.host.output.log_lines import LogSettings
 
@@ -51,9 +52,8 @@ def logged(program: str, environment: dict[str, str]) -> list[str]:
 
 def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
     settings = LogSettings(run="a-run", format="json")
-    environment = log_environment(
-        "engine-3", settings, level="warning", folder=tmp_path
-    )
+    environment = log_environment(settings, level="warning", folder=tmp_path)
+    environment[NAME_VARIABLE] = "engine-3"
     [line] = [json.loads(line) for line in logged(SCHEDULER, environment)]
     assert line["process"] == "engine-3/scheduler_TP1"
     assert line["run"] == "a-run"
@@ -62,9 +62,8 @@ def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
 
 
 def test_http_process_of_an_engine_logs_in_the_same_format(tmp_path: Path) -> None:
-    environment = log_environment(
-        "engine-0", LogSettings(run="r"), level="info", folder=tmp_path
-    )
+    environment = log_environment(LogSettings(run="r"), level="info", folder=tmp_path)
+    environment[NAME_VARIABLE] = "engine-0"
     lines = logged(HTTP_PROCESS, environment)
     [warning] = [line for line in lines if "UserWarning: old" in line]
     [error] = [line for line in lines if "of uvicorn" in line]
@@ -76,7 +75,5 @@ def test_logging_configuration_of_the_user_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_LOGGING_CONFIG_PATH", "/mine.json")
-    assert (
-        log_environment("engine-0", LogSettings(), level="info", folder=tmp_path) == {}
-    )
+    assert log_environment(LogSettings(), level="info", folder=tmp_path) == {}
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ import pytest
 from fakes import FakeEngine, random_reply
 from gate_policies import hold_all
 from running_gateway import ASK, running
-from streamed import generate
+from streamed import collect, generate
 from virtual_agents import open_record
 
 from invrl.engines.client.generation import (
@@ -26,7 +26,11 @@ from invrl.engines.client.generation import (
 )
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.fleet.load_watch import LoadWatch
-from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER, NamedReplies
+from invrl.engines.inside_sglang.engine_instance import (
+    INSTANCE_HEADER,
+    NAME_VARIABLE,
+    NamedReplies,
+)
 from invrl.errors import PluginError, ServerError
 from invrl.gateway.gate.gate import _REVIEW_PAUSE_S, Gate, GatedSampler
 from invrl.gateway.gate.policies import gate_policy, program
@@ -580,9 +584,14 @@ async def test_reply_has_the_name_of_its_engine(header: dict[str, str]) -> None:
         engine.headers = header
         generated = await generate(client, request_of("a"))
         assert generated.engine == header.get(INSTANCE_HEADER)
+        chunks, _ = await collect(client.stream(request_of("b")))
+        assert {chunk.engine for chunk in chunks} == {header.get(INSTANCE_HEADER)}
 
 
-async def test_engine_names_each_of_its_starts_in_its_replies() -> None:
+async def test_engine_names_each_of_its_starts_in_its_replies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(NAME_VARIABLE, "engine-7")
     sent: list[dict[str, Any]] = []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -603,6 +612,7 @@ async def test_engine_names_each_of_its_starts_in_its_replies() -> None:
     assert first == second == (b"a", b"b")
     assert first_name[0] == second_name[0] == INSTANCE_HEADER.encode()
     assert first_name[1] != second_name[1]
+    assert first_name[1].startswith(b"engine-7.")
 
 
 @dataclass

@@ -30,6 +30,7 @@ from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import reply_sampling
+from invrl.host.network.ports import free_port
 from invrl.types.sessions import Sampling
 
 
@@ -166,12 +167,25 @@ async def test_a_connection_that_breaks_behind_the_last_token_loses_nothing():
     assert end.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, NoEngineError), (500, ServerError)])
-async def test_a_router_without_engines_is_told_from_an_engine_that_fails(
-    status: int, kind: type[ServerError]
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, None, NoEngineError),
+        (503, "no_available_workers", NoEngineError),
+        (404, "model_not_found", NoEngineError),
+        (500, "call_upstream_request_error", NoEngineError),
+        (500, "call_upstream_connection_failed", NoEngineError),
+        (504, "call_upstream_timeout", ServerError),
+        (404, None, ServerError),
+        (500, None, ServerError),
+    ],
+)
+async def test_a_request_that_no_engine_got_is_told_from_one_that_an_engine_failed(
+    status: int, code: str | None, kind: type[ServerError]
 ):
     async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=status, text="no_available_workers")
+        headers = {"X-SMG-Error-Code": code} if code else {}
+        return web.Response(status=status, headers=headers)
 
     app = web.Application()
     app.router.add_post("/generate", answer)
@@ -188,3 +202,16 @@ async def test_a_router_without_engines_is_told_from_an_engine_that_fails(
         with pytest.raises(ServerError) as raised:
             await generate(client, request)
     assert type(raised.value) is kind
+
+
+async def test_a_router_that_is_away_is_waited_for_like_an_engine():
+    limits = EngineLimits(vocab_size=512, context_length=1024)
+    request = GenerateRequest(
+        rid="a",
+        input_ids_T=np.array([1], np.int32),
+        sampling=Sampling(max_new_tokens=1),
+    )
+    url = f"http://127.0.0.1:{free_port()}"
+    async with SglangClient(url, limits=limits) as client:
+        with pytest.raises(NoEngineError, match="cannot connect"):
+            await generate(client, request)

@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
-from fakes import EngineDeaths, chained_reply, fake_logprob
+from fakes import EngineDeaths, FakeEngine, chained_reply, fake_logprob
 from running_gateway import ASK, Running, eventually, running
 from tool_replies import CALC, PARSERS
 
+from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import reply_sampling
 from invrl.gateway.turns.reply_sampling import WHOLE_REPLY_INTERVAL
 from invrl.types.sessions import Session
-from invrl.types.turns import Turn
+from invrl.types.turns import Segment, Turn
 
 NUM_KILLS = 100
 
@@ -67,6 +68,17 @@ async def streamed(
 async def counts(gateway: Running) -> dict[str, int]:
     answer = await gateway.env("/metrics")
     return answer.json()["turns"]
+
+
+def name_by_version(engine: FakeEngine) -> None:
+    """Let the engine name itself by its version, of which each death makes a new one."""
+    reply = engine.script
+
+    def script(prompt: Sequence[int]) -> Sequence[int]:
+        engine.headers = {INSTANCE_HEADER: f"engine-0.v{engine.version}"}
+        return reply(prompt)
+
+    engine.script = script
 
 
 def assert_is_what_left_the_engines(turn: Turn, sent: Sequence[tuple[int, int]]):
@@ -139,6 +151,7 @@ async def test_a_turn_moves_twice_and_its_second_engine_dies_at_once(
     gateway: Running,
 ):
     engine = gateway.engine
+    name_by_version(engine)
     engine.holds = EngineDeaths(engine, 5, 1, 4)
     [session] = await gateway.open()
     await streamed(gateway, session, top_logprobs=2, logprobs=True)
@@ -151,6 +164,28 @@ async def test_a_turn_moves_twice_and_its_second_engine_dies_at_once(
     prompts = [len(body["input_ids"]) - turn.prompt_tokens for body in engine.requests]
     assert prompts == [0, 4, 4, 7]
     assert (await counts(gateway))["moved"] == 1
+    assert gateway.store.turn_segments(session.id)[turn.id] == (
+        Segment(engine="engine-0.v0", start=0, end=4),
+        Segment(engine="engine-0.v2", start=4, end=7),
+        Segment(engine="engine-0.v3", start=7, end=len(turn.sampled_ids_T)),
+    )
+
+
+async def test_a_session_shows_the_engines_of_moved_turns_only(gateway: Running):
+    engine = gateway.engine
+    name_by_version(engine)
+    engine.holds = EngineDeaths(engine, 5)
+    [session] = await gateway.open()
+    await streamed(gateway, session)
+    await streamed(gateway, session, "1+1?")
+    shown = (await gateway.env(f"/sessions/{session.id}")).json()
+    moved, stayed = (line["segments"] for line in shown["turns"])
+    assert [segment["engine"] for segment in moved] == ["engine-0.v0", "engine-0.v1"]
+    assert [segment["start"] for segment in moved] == [0, 4]
+    assert [segment["end"] for segment in moved][:1] == [4]
+    assert stayed == []
+    [moved_id] = gateway.store.turn_segments(session.id)
+    assert moved_id == shown["turns"][0]["id"]
 
 
 async def test_a_turn_that_the_engine_aborts_goes_on(gateway: Running):

@@ -107,6 +107,18 @@ async def test_a_reply_waits_in_the_middle_while_there_is_no_engine(stream: bool
     assert reply.not_moved is None
 
 
+async def test_a_router_may_take_any_number_of_requests_to_notice_a_dead_engine():
+    """Tries are for engines that get the request."""
+    sampler = ScriptedSampler(30, DEATH, DEATH, *[NO_ENGINE] * 20, DEATH, 31)
+    reply = sampling_of(sampler)
+    with pytest.raises(ServerError, match="the engine died"):
+        await taken(reply)
+    sampler = ScriptedSampler(
+        30, DEATH, *[NO_ENGINE] * 20, DEATH, *[NO_ENGINE] * 20, 31
+    )
+    assert await taken(sampling_of(sampler)) == [30, 31]
+
+
 async def test_a_whole_reply_comes_in_few_events_and_is_taken_at_once():
     sampler = ScriptedSampler(30, 31, DEATH, 32)
     reply = sampling_of(sampler, stream=False)

@@ -27,7 +27,7 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, RolloutSummary
-from invrl.types.turns import Turn
+from invrl.types.turns import Segment, Turn
 from invrl.types.weights import WeightVersion
 
 
@@ -94,6 +94,22 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     assert same(rollout.trajectories[0].turns[1], turn("2", parent="1"))
     assert rollout.trajectories[0].turns[0].delivered
     assert [stored.summary.session_id for stored in [reader.rollout("a")]] == ["a"]
+    writer.close()
+
+
+def test_engines_of_a_moved_turn_are_read_back_in_their_order(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
+    segments = (
+        Segment(engine="engine-1.b", start=0, end=2),
+        Segment(engine=None, start=2, end=11),
+        Segment(engine="engine-0.a", start=11, end=12),
+    )
+    writer.add_turn(turn("moved", sampled=12), b"[]", segments=segments).result(60)
+    writer.add_turn(turn("stayed"), b"[]").result(60)
+    writer.add_turn(turn("elsewhere", session_id="b"), b"[]", segments=segments)
+    assert reader.turn_segments("a") == {"moved": segments}
+    assert set(reader.turn_segments("a", "b")) == {"moved", "elsewhere"}
     writer.close()
 
 

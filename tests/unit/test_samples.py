@@ -16,6 +16,7 @@ from invrl.store.rows import StoredSession
 from invrl.types.reasons import DropReason, FailureReason
 from invrl.types.rollouts import FailedRollout
 from invrl.types.sessions import Sampling, Session
+from invrl.types.turns import Segment
 
 
 @pytest.fixture
@@ -68,6 +69,24 @@ def test_samples_name_a_kept_interrupted_reply(
     )
     assert kept in out
     assert "> model: let me\nuser: Go on." in out
+
+
+def test_samples_name_the_engines_of_a_moved_turn(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segments = (
+        Segment(engine="engine-1.ab", start=0, end=34),
+        Segment(engine=None, start=34, end=35),
+    )
+    run.add("2+2", "four", 1.0, step=2, segments=segments)
+    out = shown(run, capsys)
+    engines = "34 tokens by engine-1.ab, 1 token by an engine without a name"
+    assert f"> model [moved: {engines}]: four" in out
+    [sample] = json.loads(shown(run, capsys, "--json"))
+    assert sample["turns"][0]["segments"] == [
+        {"engine": "engine-1.ab", "start": 0, "end": 34},
+        {"engine": None, "start": 34, "end": 35},
+    ]
 
 
 def test_samples_of_a_live_run_do_not_change_its_folder(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny_model import make_tiny_model
 from invrl.cli import installation
 from invrl.cli import main as cli
 from invrl.cli.commands import install as install_command
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_server import EngineServer
 from invrl.engines.launch.sglang_args import ROUTER_OWNED, entry_for, router_flags
@@ -178,13 +180,21 @@ def test_smg_options_set_by_invrl_exist() -> None:
     }
 
 
-def test_smg_calls_its_engines_with_the_given_key(
-    found: smg.Smg, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It hands the caller's key to an engine; sglang-router gives each engine the
-    engine's own."""
-    commands: dict[str, list[str]] = {}
-    keys: dict[str, str] = {}
+@dataclass
+class Starts:
+    """What would have been started, by name."""
+
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def value(self, name: str, flag: str) -> str:
+        command = self.commands[name]
+        return command[command.index(flag) + 1]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts()
 
     def start(
         self: object,
@@ -195,21 +205,34 @@ def test_smg_calls_its_engines_with_the_given_key(
         env: Mapping[str, str],
         **_: object,
     ) -> None:
-        commands[name] = command
-        keys[name] = env["INVRL_KEY_FLAGS"]
+        starts.commands[name] = command
+        starts.keys[name] = env["INVRL_KEY_FLAGS"]
 
     monkeypatch.setattr("invrl.host.processes.process.ServerProcess.__init__", start)
     monkeypatch.setattr(
         "invrl.engines.launch.engine_launcher.ForkParent", lambda module, log: None
     )
+    return starts
+
+
+def behind_smg(found: smg.Smg) -> EngineConfig:
     environment = str(found.python.parents[1])
     settings = {"router": "smg", "smg_environment": environment, "num_engines": 2}
-    config = resolve(Source(name="test", tables={"engine": settings})).engine
+    return resolve(Source(name="test", tables={"engine": settings})).engine
+
+
+def test_smg_calls_its_engines_with_the_given_key(
+    found: smg.Smg, tmp_path: Path, tiny_model: Path, starts: Starts
+) -> None:
+    """It hands the caller's key to an engine; sglang-router gives each engine the
+    engine's own."""
+    commands = starts.commands
+    config = behind_smg(found)
     fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})
     first = fleet._processes.launch("engine-0")
     second = fleet._processes.launch("engine-1")
     assert first.server.api_key == second.server.api_key == fleet.router.api_key
-    assert f"--api-key={fleet.router.api_key}" in keys["engine-0"].split()
+    assert f"--api-key={fleet.router.api_key}" in starts.keys["engine-0"].split()
     assert first.server.admin_key != second.server.admin_key
     assert fleet.router.api_key not in "".join(commands["router"])
     assert commands["router"][0] == str(found.python)
@@ -226,6 +249,38 @@ def test_smg_calls_its_engines_with_the_given_key(
     for started in (first.server, second.server, server):
         assert isinstance(started, EngineServer)
         started._temporary.remove()
+
+
+def test_smg_in_front_of_the_engines_for_evaluation_is_a_second_one_alike(
+    found: smg.Smg, tmp_path: Path, tiny_model: Path, starts: Starts
+) -> None:
+    flags = {"max-payload-size": 10}
+    fleet = Fleet(behind_smg(found), tiny_model, tmp_path, router=flags, eval_engines=1)
+    assert fleet.eval_router is not None
+    launched = [fleet._processes.launch(name) for name in ("engine-0", "engine-1")]
+    routers = {"router": fleet.router, "eval-router": fleet.eval_router}
+    for (name, router), engine in zip(routers.items(), launched, strict=True):
+        command = starts.commands[name]
+        assert command[0] == str(found.python)
+        assert router.url.endswith(f":{starts.value(name, '--port')}")
+        for flag, value in smg.FLAGS.items():
+            assert starts.value(name, f"--{flag}") == value
+        assert set(smg.SWITCHES) <= set(command)
+        assert command[-2:] == ["--max-payload-size", "10"]
+        assert f"--api-key={router.api_key}" in starts.keys[name].split()
+        assert engine.server.api_key == router.api_key
+    keys = {router.api_key for router in routers.values()}
+    management = {router.address.management_key for router in routers.values()}
+    assert len(keys | management) == 4
+    ports = {
+        starts.value(name, flag)
+        for name in routers
+        for flag in ("--port", "--prometheus-port")
+    }
+    assert len(ports) == 4
+    for engine in launched:
+        assert isinstance(engine.server, EngineServer)
+        engine.server._temporary.remove()
 
 
 def test_smg_environment_without_smg_is_refused() -> None:

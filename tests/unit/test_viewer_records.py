@@ -25,6 +25,7 @@ from invrl.store.timeline_file import (
 )
 from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_tokens
 from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
+from invrl.types.turns import Segment
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import encoded
 from invrl.viewer.rollout_queries import EVERY_ROW
@@ -86,6 +87,27 @@ def test_viewer_shows_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> N
     assert [turn["restarts"] for turn in detail["turns"]] == [True, False]
     assert [entry["state"] for entry in detail["ledger"]][-1] == "trained"
     assert detail["ledger"][-1]["step"] == 3
+
+
+def test_page_of_a_rollout_has_the_engines_of_its_moved_turns(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    segments = (
+        Segment(engine="engine-0.ab", start=0, end=2),
+        Segment(engine="engine-1.cd", start=2, end=3),
+    )
+    moved = recorded.add("a", "one", 1.0, segments=segments)
+    stayed = recorded.add("b", "two", 1.0)
+    run = view_of(closed(recorded), tmp_path / "cache")
+    shown = {}
+    for session in (moved, stayed):
+        detail = json.loads(encoded(rollout_detail(run, session, full=False)))
+        [turn] = detail["turns"]
+        shown[session] = turn["segments"]
+    assert shown[stayed] == []
+    assert shown[moved] == [
+        {"engine": "engine-0.ab", "start": 0, "end": 2},
+        {"engine": "engine-1.cd", "start": 2, "end": 3},
+    ]
 
 
 def test_damaged_token_record_becomes_a_note(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
     """[T * top_logprobs]: likeliest tokens at each position in turn, the likeliest
     first."""
+    engine: str | None = None
+    """Name that the engine gives itself (`EngineLoad.instance`)."""
 
 
 class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -164,6 +166,8 @@ class GenerationReader:
     def __init__(
         self, request: GenerateRequest, experts: ExpertsShape | None, check: ReplyCheck
     ) -> None:
+        self.engine: str | None = None
+        """Name that the engine gives itself, once its response has begun."""
         self._check = check
         self._path_tokens = request.path_tokens
         self._experts = experts
@@ -202,6 +206,7 @@ class GenerationReader:
             logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
             top=self._likeliest_tokens(meta),
             cached_tokens=meta.cached_tokens,
+            engine=self.engine,
         )
 
     def _likeliest_tokens(self, meta: MetaInfo) -> NDArray[np.void]:
@@ -228,6 +233,7 @@ class GenerationReader:
             matched_stop=matched_stop,
             cached_tokens=meta.cached_tokens,
             experts_TLK=self._turn_experts(meta),
+            engine=self.engine,
         )
 
     def _turn_experts(self, meta: MetaInfo) -> RoutedExperts | None:

@@ -73,6 +73,7 @@ from invrl.host.network.http_connection import (
     HttpConnection,
     HttpConnections,
     HttpError,
+    NoConnectionError,
 )
 from invrl.host.output.traces import current_traceparent
 from invrl.types.fleet import EngineLoad
@@ -81,6 +82,19 @@ from invrl.types.weights import WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
 _NO_ENGINE_STATUS = 503
+_ROUTER_ERROR_HEADER = "x-smg-error-code"
+"""Header of the errors that a router makes itself, and does not pass on."""
+_NO_ENGINE_CODES = frozenset(
+    {
+        "no_available_workers",
+        "model_not_found",  # smg without an engine; our requests name no model
+        # The engine that a session belongs to is dead, and the router has not noticed.
+        "call_upstream_request_error",
+        "call_upstream_request_failed",
+        "call_upstream_connection_failed",
+    }
+)
+"""Values of that header if no engine got the request."""
 _CACHE_MEMORY = "kv_cache"
 """SGLang's tag for the memory of keys and values."""
 _IDLE_CONNECTION_S = 2.0
@@ -181,7 +195,6 @@ class SglangClient:
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         body = generate_json(request, with_experts=self._experts is not None)
         reader = self._reader(request)
-        engine = None
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
@@ -189,7 +202,7 @@ class SglangClient:
                     "/generate", body, key=self.api_key, routing_key=request.routing_key
                 ) as response,
             ):
-                engine = response.headers.get(INSTANCE_HEADER)
+                reader.engine = response.headers.get(INSTANCE_HEADER)
                 async for data in read_events(response):
                     with self._report_wrong_replies():
                         chunk = reader.add(decode_event(data))
@@ -203,7 +216,7 @@ class SglangClient:
             if not reader.has_ended or isinstance(error, WrongReplyError):
                 raise
         with self._report_wrong_replies():
-            end = msgspec.structs.replace(reader.end(), engine=engine)
+            end = reader.end()
         yield end
 
     @contextlib.contextmanager
@@ -440,7 +453,7 @@ class SglangClient:
         begins.
 
         Raises ServerError if there is no response, or if its status is not 200:
-        NoEngineError if it comes from a router without engines.
+        NoEngineError if no engine got the request.
         """
         headers = {"Content-Type": "application/json"}
         if key:
@@ -459,9 +472,13 @@ class SglangClient:
                     reason = (
                         f"{self.name} answered {path} with {response.status}: {text}"
                     )
-                    if response.status == _NO_ENGINE_STATUS:
+                    code = response.headers.get(_ROUTER_ERROR_HEADER)
+                    if response.status == _NO_ENGINE_STATUS or code in _NO_ENGINE_CODES:
                         raise NoEngineError(reason)
                     raise ServerError(reason)
                 yield response
+        except NoConnectionError as error:
+            reason = f"{self.name} does not answer {path}: {error}"
+            raise NoEngineError(reason) from error
         except HttpError as error:
             raise ServerError(f"{self.name} does not answer {path}: {error}") from error

@@ -2,10 +2,14 @@
 
 The router does not say which engine it chose. The gateway reads it from this header, and
 the driver finds the same name in the engine's replies to its own questions.
+
+The name is that of the engine and a random number: an engine that was started again has
+another one.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 INSTANCE_HEADER = "x-invrl-engine"
+NAME_VARIABLE = "INVRL_ENGINE_NAME"
+"""Environment variable with the name of the engine."""
 
 
 def add_instance_header() -> None:
@@ -29,7 +35,8 @@ class NamedReplies:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._header = (INSTANCE_HEADER.encode(), secrets.token_hex(8).encode())
+        instance = f"{os.environ.get(NAME_VARIABLE, 'engine')}.{secrets.token_hex(4)}"
+        self._header = (INSTANCE_HEADER.encode(), instance.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_named(message: Message) -> None:

@@ -11,11 +11,11 @@ import logging.config
 import os
 from pathlib import Path
 
+from invrl.engines.inside_sglang.engine_instance import NAME_VARIABLE
 from invrl.host.output.log_lines import CHATTY_LOGGERS, LineFormatter, LogSettings
 
 _CONFIG_PATH = "SGLANG_LOGGING_CONFIG_PATH"
 """SGLang's own variable."""
-_NAME = "INVRL_ENGINE_NAME"
 _SETTINGS = "INVRL_ENGINE_LOG"
 _FORMATTER = "invrl.engines.inside_sglang.engine_log.EngineLineFormatter"
 _TITLE_PREFIX = "sglang::"
@@ -30,7 +30,7 @@ class EngineLineFormatter(LineFormatter):
         """Ignore all arguments: SGLang passes uvicorn's formatters some."""
         import setproctitle  # a dependency of SGLang
 
-        name = os.environ[_NAME]
+        name = os.environ[NAME_VARIABLE]
         title = setproctitle.getproctitle()
         if title.startswith(_TITLE_PREFIX):
             name += "/" + title.removeprefix(_TITLE_PREFIX)
@@ -38,22 +38,22 @@ class EngineLineFormatter(LineFormatter):
 
 
 def log_environment(
-    name: str, settings: LogSettings, *, level: str, folder: Path
+    settings: LogSettings, *, level: str, folder: Path
 ) -> dict[str, str]:
-    """Return the environment that gives an engine of this name such a log, from `level`
-    on (SGLang's `log_level`). Writes a file into `folder`, which must exist as long as
-    the engine does."""
+    """Return the environment that gives an engine such a log, from `level` on (SGLang's
+    `log_level`). The engine's name is in `NAME_VARIABLE`. Writes a file into `folder`,
+    which must exist as long as the engine does."""
     if _CONFIG_PATH in os.environ:
         return {}
     path = folder / "logging.json"
     path.write_text(json.dumps(_logging_config(level)), encoding="utf-8")
-    return {_NAME: name, _SETTINGS: settings.model_dump_json(), _CONFIG_PATH: str(path)}
+    return {_SETTINGS: settings.model_dump_json(), _CONFIG_PATH: str(path)}
 
 
 def log_in_lines() -> None:
     """Configure logging. Call this in an engine's HTTP process before it imports
     SGLang, which warns before it configures its logs."""
-    if _NAME not in os.environ:
+    if _SETTINGS not in os.environ:
         return
     from uvicorn.config import LOGGING_CONFIG
 

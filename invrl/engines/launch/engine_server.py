@@ -27,6 +27,7 @@ import psutil
 from invrl.engines.config import EngineConfig
 from invrl.engines.inside_sglang.atomic_weight_load import WEIGHT_LOADER
 from invrl.engines.inside_sglang.engine_identity import START_VARIABLE, sampling_key
+from invrl.engines.inside_sglang.engine_instance import NAME_VARIABLE
 from invrl.engines.inside_sglang.engine_log import log_environment
 from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
@@ -143,12 +144,12 @@ class EngineServer(ServerProcess):
         command += passthrough  # a later flag wins
         env = {
             "OMP_NUM_THREADS": "1",
+            NAME_VARIABLE: name,
             **_ranks_environment(config),
             MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
             **log_environment(
-                name,
                 log or LogSettings(),
                 level=_log_level(command),
                 folder=self._temporary.path,

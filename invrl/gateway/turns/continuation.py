@@ -28,7 +28,7 @@ from invrl.engines.client.generation import (
 from invrl.errors import ServerError, WrongReplyError
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
 from invrl.types.tasks import Json
-from invrl.types.turns import VersionSpan
+from invrl.types.turns import Segment, VersionSpan
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _INDEPENDENT = frozenset({"top_k", "min_p", "logit_bias", "sampling_seed"})
@@ -67,8 +67,8 @@ class Segments:
         """Versions of the tokens of all segments but the last."""
         self._last_spans: tuple[VersionSpan, ...] = ()
         self._num_requests = 1
-        self.num_segments = 0
-        """Number of requests that sampled tokens."""
+        self._begun: list[tuple[str | None, int]] = []
+        """Engine and first token of each request that sampled tokens."""
         self.cached_tokens = 0
         """Prompt tokens that the first of their engines had cached."""
 
@@ -76,6 +76,20 @@ class Segments:
     def spans(self) -> tuple[VersionSpan, ...]:
         """Versions of all tokens so far."""
         return joined_spans(self._earlier_spans, self._last_spans)
+
+    @property
+    def num_segments(self) -> int:
+        """Number of requests that sampled tokens."""
+        return len(self._begun)
+
+    @property
+    def by_engine(self) -> tuple[Segment, ...]:
+        """Segments with the engines that sampled them."""
+        ends = [*(start for _, start in self._begun[1:]), len(self._ids)]
+        return tuple(
+            Segment(engine=engine, start=start, end=end)
+            for (engine, start), end in zip(self._begun, ends, strict=False)
+        )
 
     @property
     def num_sampled(self) -> int:
@@ -90,7 +104,7 @@ class Segments:
     def add(self, chunk: GenerateChunk) -> None:
         """Add the chunk's tokens to the last segment."""
         if not self._last_spans:
-            self.num_segments += 1
+            self._begun.append((chunk.engine, len(self._ids)))
         if self.num_segments == 1:
             self.cached_tokens = chunk.cached_tokens
         self._last_spans = chunk.spans
@@ -123,7 +137,7 @@ class Segments:
         self._ids = array("i")
         self._earlier_spans = ()
         self._last_spans = ()
-        self.num_segments = 0
+        self._begun = []
         return self._next_request()
 
     def _next_request(self) -> GenerateRequest:

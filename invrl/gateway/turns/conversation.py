@@ -25,7 +25,7 @@ from invrl.gateway.turns.generation import Generation
 from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.types import Change, MatchLevel, Node
 from invrl.types.sessions import Sampling
-from invrl.types.turns import Turn
+from invrl.types.turns import Segment, Turn
 
 ResponseSource = Generation | RecordedResponse
 """Source of a client's answer."""
@@ -80,6 +80,8 @@ class Conversation:
         """Departures of requests from the recording, by turn. For turns that an earlier
         worker recorded, they are found only when the session is shown
         (`turn_overview.py`)."""
+        self.segments: dict[str, tuple[Segment, ...]] = {}
+        """Engines of each moved turn."""
         self.restored = False
         """Whether an earlier worker recorded turns whose changes have not been found
         yet."""

@@ -43,7 +43,7 @@ from invrl.gateway.types import Answer, Delta, Message, Node, Piece, ResponseSta
 from invrl.host.output.traces import Attributes, SpanPlace, child_span
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.top_logprobs import TopLogprobs
-from invrl.types.turns import FinishReason, Turn
+from invrl.types.turns import FinishReason, Segment, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Span of the turn, if this process sends traces."""
     stop: str = ""
     """Client's stop string that ended the reply; "" if none did."""
-    is_moved: bool = False
-    """Whether more than one request to an engine sampled the tokens."""
+    segments: tuple[Segment, ...] = ()
+    """Engines of a moved turn; empty if one request to an engine sampled all tokens."""
     not_moved: NotMoved | None = None
     """Reason that no other engine continued the turn whose engine failed."""
 
@@ -320,9 +320,11 @@ class Generation:
 
     def _recorded(self, trace: SpanPlace | None) -> Recorded:
         """Return what is known of every turn, also of one that is aborted."""
+        segments = self._sampling.segments
+        is_moved = segments.num_segments > 1
         return Recorded(
             trace=trace,
-            is_moved=self._sampling.segments.num_segments > 1,
+            segments=segments.by_engine if is_moved else (),
             not_moved=self._sampling.not_moved,
         )
 

@@ -33,10 +33,11 @@ from invrl.host.output.traces import child_span
 _log = logging.getLogger(__name__)
 
 _RETRY_PAUSES_S = (0.5, 2.0)
-"""Pauses before a second and a third try for the next token. The router takes up to two
-seconds to drop a dead engine."""
+"""Pauses before a second and a third try for the next token: an engine got the request,
+and failed it. Another request would perhaps fail for the same reason."""
 _ENGINE_POLL_S = 0.5
-"""Pause between two requests to a router that has no engine."""
+"""Pause between two requests of which no engine gets the first. They use up no try: a
+router takes seconds to notice that an engine is dead, on a busy machine many."""
 WHOLE_REPLY_INTERVAL = 32
 """Tokens in each event of a reply that the client does not stream: so few events that
 they cost next to nothing, and no more tokens are lost with an engine."""
@@ -68,8 +69,8 @@ class ReplySampling:
         engine_return_s: float,
     ) -> None:
         """`stream`: tokens are taken as they come. `text_stream`: has the text of all
-        tokens that were taken. `engine_return_s`: how long to wait for an engine, if
-        there is none."""
+        tokens that were taken. `engine_return_s`: how long to wait for an engine that
+        gets the request."""
         if not stream:
             request = msgspec.structs.replace(
                 request, stream_interval=WHOLE_REPLY_INTERVAL

@@ -2,6 +2,7 @@
 and advice."""
 
 import asyncio
+from dataclasses import asdict
 
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.fork_changes import advice
@@ -35,6 +36,9 @@ async def overview(conversation: Conversation) -> list[dict[str, Json]]:
         line: dict[str, Json] = {name: getattr(turn, name) for name in _SHOWN_FIELDS}
         line["delivered"] = turn.id in conversation.delivered
         line["sampled_tokens"] = len(turn.sampled_ids_T)
+        line["segments"] = [
+            asdict(segment) for segment in conversation.segments.get(turn.id, ())
+        ]
         if turn.parent_id in by_id and by_id[turn.parent_id].finish_reason != "stop":
             line["keeps_interrupted_reply"] = turn.parent_id
         lines.append(line | _explanation(turn, conversation.changes.get(turn.id)))

@@ -134,6 +134,7 @@ class Turns:
                 self.renderer,
                 self._shared_tools,
             )
+            conversation.segments = self.reader.turn_segments(session_id)
             self._conversations[record.session.id] = conversation
         return conversation
 
@@ -510,7 +511,10 @@ class Turns:
             top=recorded.top,
             trace=recorded.trace,
             stop=recorded.stop,
+            segments=recorded.segments,
         )
+        if recorded.segments:
+            conversation.segments[turn.id] = recorded.segments
         durable = _in_loop(stored, loop)
         node = Node(
             turn=turn,
@@ -547,7 +551,7 @@ class Turns:
 
     def _count_turn(self, turn: Turn, recorded: Recorded) -> None:
         self.counts[turn.finish_reason] += 1
-        if recorded.is_moved:
+        if recorded.segments:
             self.counts["moved"] += 1
         if recorded.not_moved is not None:
             self.counts[f"not_moved/{recorded.not_moved.value}"] += 1

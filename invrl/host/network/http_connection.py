@@ -28,6 +28,10 @@ class HttpError(Exception):
     HTTP/1.1."""
 
 
+class NoConnectionError(HttpError):
+    """The server cannot be reached: it has not received the request."""
+
+
 class HttpConnections:
     """Connections to one server, without a bound on their number.
 
@@ -111,7 +115,8 @@ class HttpConnections:
                     HttpConnection, self._host, self._port, ssl=ssl
                 )
         except OSError as error:
-            raise HttpError(f"cannot connect to {self._netloc}: {error}") from error
+            reason = f"cannot connect to {self._netloc}: {error}"
+            raise NoConnectionError(reason) from error
         return connection
 
 

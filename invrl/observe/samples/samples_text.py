@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from invrl.observe.samples.samples import Sample
     from invrl.observe.samples.transcript import Transcript, TranscriptTurn
     from invrl.store.run_store import RunStore
+    from invrl.types.turns import Segment
 
 _MAX_MESSAGE_CHARACTERS = 600
 _MAX_DETAIL_LINES = 6
@@ -192,7 +193,8 @@ def _describe_conversation(
 
 
 def _describe_ending(turn: TranscriptTurn) -> str:
-    """Describe how the reply ended, if the model did not end it itself."""
+    """Describe how the reply ended, if the model did not end it itself, and the engines
+    of a moved turn."""
     notes: list[str] = []
     if turn.finish_reason == "length":
         notes.append("length: cut")
@@ -200,9 +202,20 @@ def _describe_ending(turn: TranscriptTurn) -> str:
         notes.append(turn.finish_reason)
     if not turn.delivered:
         notes.append("did not reach the client")
+    if turn.segments:
+        notes.append(f"moved: {_describe_engines(turn.segments)}")
     if not notes:
         return ""
     return f" [{', '.join(notes)}]"
+
+
+def _describe_engines(segments: Sequence[Segment]) -> str:
+    """Describe which engine sampled how many tokens, in their order."""
+    return ", ".join(
+        f"{count_text(segment.end - segment.start, 'token')} by "
+        f"{segment.engine or 'an engine without a name'}"
+        for segment in segments
+    )
 
 
 def _message_lines(label: str, text: str, *, full: bool) -> list[str]:

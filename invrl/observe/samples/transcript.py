@@ -13,7 +13,7 @@ import msgspec
 
 from invrl.gateway.types import Message
 from invrl.store.run_store import RunStore
-from invrl.types.turns import FinishReason
+from invrl.types.turns import FinishReason, Segment
 from invrl.types.weights import WeightVersion
 
 
@@ -37,6 +37,8 @@ class TranscriptTurn:
     keeps_interrupted_reply: bool
     """Whether it continues a reply that ran out of tokens."""
     finished_at: float
+    segments: tuple[Segment, ...]
+    """Engines of a moved turn; empty if it was not moved."""
 
 
 Transcript = tuple[TranscriptTurn, ...]
@@ -49,7 +51,9 @@ def read_transcript(store: RunStore, session_id: str) -> Transcript:
     turns: list[TranscriptTurn] = []
     interrupted: set[str] = set()
     """Turns so far that ran out of tokens."""
-    for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
+    family = store.family(session_id)
+    segments = store.turn_segments(*family)
+    for turn, encoded_messages, _ in store.recorded_turns(*family):
         messages = msgspec.json.decode(encoded_messages, type=list[Message])
         if not messages:
             messages = [Message("assistant")]
@@ -68,6 +72,7 @@ def read_transcript(store: RunStore, session_id: str) -> Transcript:
                 fork_reason=turn.fork_reason,
                 keeps_interrupted_reply=turn.parent_id in interrupted,
                 finished_at=turn.finished_at,
+                segments=segments.get(turn.id, ()),
             )
         )
         if turn.finish_reason != "stop":

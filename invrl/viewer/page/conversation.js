@@ -36,6 +36,7 @@ invrl.conversation = (() => {
       turn.logprob_mean !== null ? `log-prob ${number(turn.logprob_mean)}` : null,
       turn.reward !== null ? `reward ${number(turn.reward)}` : null,
       turn.constrained ? "constrained" : null,
+      turn.segments.length ? `moved: ${turn.segments.map((segment) => `${number(segment.end - segment.start)} by ${segment.engine || "an engine without a name"}`).join(", ")}` : null,
     ].filter(Boolean);
     return element(
       "header",

@@ -26,6 +26,7 @@ from invrl.types.sessions import (
     Session,
     SessionTerms,
 )
+from invrl.types.turns import Segment
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -233,6 +234,8 @@ class TurnLine(BaseModel):
     cached_tokens: int
     delivered: bool
     sampled_tokens: int
+    segments: list[Segment]
+    """Engines of a moved turn, with the tokens of each; empty if it was not moved."""
     constrained: bool
     started_at: float
     """Arrival of the request in Unix seconds."""
