@@ -855,7 +855,7 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     # slow to import, and only needed here
-    from invrl.run.processes.cluster import _gateway_settings
+    from invrl.run.processes.serving import _gateway_settings
 
     flags = "--gateway.workers 3 --session.max-turns 7 --late.deadline-s 5 --late.expired accept".split()
     flags += "--no-session.train-auxiliary-roots --gateway.match-level exact".split()
