@@ -13,8 +13,9 @@ from typing import Literal, Union, get_args, get_origin
 import pytest
 from checks_by_name import USER_CODE, run_check
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
+from invrl.algorithms.tables import KlConfig
 from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.engines.client.sglang_client import EngineLimits

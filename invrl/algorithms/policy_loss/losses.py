@@ -36,7 +36,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.policy_loss.aggregation import AGGREGATIONS
 from invrl.algorithms.policy_loss.axis_plugins import (
@@ -51,6 +51,7 @@ from invrl.algorithms.policy_loss.policy_losses import (
     policy_loss_function,
 )
 from invrl.algorithms.policy_loss.ratios import RATIOS
+from invrl.algorithms.tables import KlConfig
 from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.metrics import Metric
 
