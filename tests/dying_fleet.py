@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import fleet as fleet_module
-from invrl.engines.fleet import fleet_router
+from invrl.engines.fleet import fleet_router, watches
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch import engine_launcher
 from invrl.errors import ServerError, WeightSyncError
@@ -270,7 +269,7 @@ async def mortal_fleet(
     monkeypatch.setattr(fleet_router, "RouterServer", FakeRouter)
     monkeypatch.setattr(engine_launcher, "SglangClient", FakeClient)
     monkeypatch.setattr(engine_launcher, "RECEIVERS", {"arena": FakeReceiver})
-    monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
+    monkeypatch.setattr(watches, "engine_death", deaths.engine)
     monkeypatch.setattr(fleet_router, "router_death", deaths.router)
     config = EngineConfig(num_engines=3, max_restarts=2)
     fleet = Fleet(

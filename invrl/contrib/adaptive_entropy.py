@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from invrl.algorithms.config import AlgorithmConfig, EntropyConfig
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import EntropyConfig
 from invrl.types.section import Section
 
 _ACTING = "entropy_coef"

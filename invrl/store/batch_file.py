@@ -5,7 +5,6 @@ There is one file per step: compressed MessagePack, in which an array is its dty
 bytes and its shape. A loaded batch equals the saved one, bit for bit.
 """
 
-import os
 import zlib
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 
 from invrl.errors import ConfigError
+from invrl.host.files.disk import replacing
 from invrl.types.batches import TrainBatch
 
 
@@ -24,13 +24,8 @@ def save_batch(path: Path, batch: TrainBatch) -> None:
     """Write the file atomically: whole or not at all. Raises OSError."""
     content = msgspec.msgpack.encode(batch, enc_hook=_encode_array)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_suffix(".partial")
-    try:
-        partial_path.write_bytes(zlib.compress(content))
-        os.replace(partial_path, path)
-    except OSError:
-        partial_path.unlink(missing_ok=True)
-        raise
+    with replacing(path) as new:
+        new.write_bytes(zlib.compress(content))
 
 
 def load_batch(path: Path) -> TrainBatch:

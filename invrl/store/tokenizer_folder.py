@@ -8,13 +8,14 @@ the reader then has no text, which is not an error.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from invrl.host.files.disk import replacing, write_atomically
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,13 +55,10 @@ def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> Non
             target.is_file() and target.stat().st_size == size
         ):
             continue
-        new = target.with_name(f"{name}.new")
-        shutil.copyfile(source, new)
-        os.replace(new, target)
+        with replacing(target) as new:
+            shutil.copyfile(source, new)
     if chat_template:
-        new = folder / f"{_TEMPLATE}.new"
-        new.write_text(chat_template, encoding="utf-8")
-        os.replace(new, folder / _TEMPLATE)
+        write_atomically(folder / _TEMPLATE, chat_template)
 
 
 class TokenReader:

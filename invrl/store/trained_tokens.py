@@ -6,7 +6,6 @@ after the other. Invariant: a turn's arrays have one entry for each token that i
 sampled, in order.
 """
 
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import RunStoreError
+from invrl.host.files.disk import replacing
 
 FORMAT = 1
 
@@ -42,23 +42,16 @@ def write_trained_tokens(folder: Path, step: int, turns: Sequence[TrainedTurn]) 
     """Write the file of a step, replacing an earlier one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [len(turn.trained_N) for turn in turns]
-    path = tokens_path(folder, step)
-    new = path.with_suffix(".new")
-    try:
-        with new.open("wb") as file:
-            np.savez_compressed(
-                file,
-                format=np.int64(FORMAT),
-                turn_ids=np.array([turn.turn_id for turn in turns], np.str_),
-                offsets=np.cumsum([0, *lengths], dtype=np.int64),
-                trained=_joined([turn.trained_N for turn in turns], np.bool_),
-                advantages=_joined([turn.advantages_N for turn in turns], np.float32),
-                logprobs=_joined([turn.logprobs_N for turn in turns], np.float32),
-            )
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    with replacing(tokens_path(folder, step)) as new, new.open("wb") as file:
+        np.savez_compressed(
+            file,
+            format=np.int64(FORMAT),
+            turn_ids=np.array([turn.turn_id for turn in turns], np.str_),
+            offsets=np.cumsum([0, *lengths], dtype=np.int64),
+            trained=_joined([turn.trained_N for turn in turns], np.bool_),
+            advantages=_joined([turn.advantages_N for turn in turns], np.float32),
+            logprobs=_joined([turn.logprobs_N for turn in turns], np.float32),
+        )
 
 
 def _joined(

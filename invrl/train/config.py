@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.objectives.objectives import NO_NEEDS, Needs
+from invrl.algorithms.tables import CriticConfig
 from invrl.errors import ConfigError
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.section import Section

@@ -213,8 +213,7 @@ class ViewedRun(RunFiles):
         one without rules."""
         if self._rules is None:
             settings = self.settings()
-            former = settings.get("buffer", {}).get("failure_reward", [])
-            entries = settings.get("failures", {}).get("reward", former)
+            entries = settings.get("failures", {}).get("reward", [])
             if not entries:
                 self._rules = {}
                 return self._rules

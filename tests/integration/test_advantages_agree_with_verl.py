@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from test_agrees_with_verl import BOUND, Calls, answers_of, verl
 
 from invrl.algorithms.advantages.advantages import advantage_function
-from invrl.algorithms.advantages.token_advantages import discounted_returns, gae
+from invrl.algorithms.advantages.token_advantages import gae
 from invrl.algorithms.advantages.whitening import whiten_samples
 from invrl.algorithms.config import WhitenedOver
 
@@ -183,8 +183,17 @@ def test_reinforce_pp_equals_verls(answers: Answers, batches: list[Batch]) -> No
 
 def test_discounted_returns_equal_verls(answers: Answers, batches: list[Batch]) -> None:
     for batch, (_, returns) in zip(batches, answers["returns"], strict=True):
-        rows = zip(batch.dense_RT, batch.mask_RT, strict=True)
-        ours = [discounted_returns(*row, discount=RETURN_DISCOUNT) for row in rows]
+        ours = []
+        for rewards_T, mask_T in zip(batch.dense_RT, batch.mask_RT, strict=True):
+            without_values_T = np.zeros(len(mask_T))
+            token_advantages = gae(
+                rewards_T,
+                without_values_T,
+                mask_T,
+                discount=RETURN_DISCOUNT,
+                policy_lambda=1.0,
+            )
+            ours.append(token_advantages.returns_T)
         assert largest_gap(np.stack(ours), returns, batch.mask_RT) < BOUND
 
 

@@ -25,7 +25,8 @@ from train_reference import (
     worst,
 )
 
-from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import CriticConfig, KlConfig
 from invrl.errors import TrainError
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig

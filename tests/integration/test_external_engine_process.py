@@ -239,7 +239,7 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
 
         # Killed and started again before anybody has noticed: the update finds another
         # engine there.
-        fleet._watches["external-0"].cancel()
+        fleet._watches.tasks["external-0"].cancel()
         await asyncio.to_thread(command.end, signal.SIGKILL)
         command = await asyncio.to_thread(start)
         sender.train(5)

@@ -14,10 +14,8 @@ from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, check_same_bits, random_batch, worst
 
-from invrl.algorithms.config import (
-    AlgorithmConfig,
-    EntropyConfig,
-)
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import EntropyConfig
 from invrl.contrib.lambda_grpo import LengthWeight
 from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig

@@ -13,7 +13,8 @@ from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
 from train_reference import Reference, check_same_bits, random_batch, worst
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig, ReferenceConfig
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import KlConfig, ReferenceConfig
 from invrl.errors import TrainError
 from invrl.train.batches.micro_batch import token_sequences
 from invrl.train.batches.packing import pack

@@ -13,7 +13,8 @@ from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, rewarded_batch
 
-from invrl.algorithms.config import AlgorithmConfig, CriticConfig
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import CriticConfig
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout

@@ -23,7 +23,8 @@ from invrl.algorithms.advantages.advantages import (
     rewards_differ,
     rloo,
 )
-from invrl.algorithms.config import AdvantageStdConfig, AlgorithmConfig, Deviation
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.tables import AdvantageStdConfig, Deviation
 from invrl.errors import PluginError
 
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=33)

@@ -16,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import (
-    AlgorithmConfig,
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Samples
+from invrl.algorithms.policy_loss.losses import policy_loss
+from invrl.algorithms.tables import (
     DppoConfig,
     EntropyConfig,
     KlConfig,
@@ -25,8 +27,6 @@ from invrl.algorithms.config import (
     RejectionGateConfig,
     SapoConfig,
 )
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Samples
-from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.contrib.lambda_grpo import LAMBDA_GRADIENT, LengthWeight, group_weights
 from invrl.types.metrics import merge, resolve
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_samples import one_row, tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.policy_loss.kl import k3
 from invrl.algorithms.policy_loss.losses import policy_loss
 from invrl.algorithms.presets import PRESETS
+from invrl.algorithms.tables import KlConfig
 from invrl.types.metrics import merge, resolve
 
 TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20

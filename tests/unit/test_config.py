@@ -13,8 +13,9 @@ from typing import Literal, Union, get_args, get_origin
 import pytest
 from checks_by_name import USER_CODE, run_check
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
+from invrl.algorithms.tables import KlConfig
 from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.engines.client.sglang_client import EngineLimits
@@ -855,7 +856,7 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     # slow to import, and only needed here
-    from invrl.run.processes.cluster import _gateway_settings
+    from invrl.run.processes.serving import _gateway_settings
 
     flags = "--gateway.workers 3 --session.max-turns 7 --late.deadline-s 5 --late.expired accept".split()
     flags += "--no-session.train-auxiliary-roots --gateway.match-level exact".split()

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from invrl.algorithms.config import AlgorithmConfig, EntropyConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.policy_loss.axis_plugins import load_adaptations
+from invrl.algorithms.tables import EntropyConfig, KlConfig
 from invrl.contrib import adaptive_entropy, adaptive_kl
 from invrl.contrib.adaptive_entropy import AdaptiveEntropy
 from invrl.contrib.adaptive_kl import AdaptiveKL

@@ -295,7 +295,7 @@ async def test_failure_of_an_engine_watch_is_raised(
 
     monkeypatch.setattr(fleet, "evict", broken)
     deaths.future(fleet.engines["engine-1"].server).set_result("it is dead")
-    await eventually(fleet._watches["engine-1"].done)
+    await eventually(fleet._watches.tasks["engine-1"].done)
     with pytest.raises(
         ServerError, match=r"nobody watches engine-1 any more.*a fault of ours"
     ):
@@ -343,7 +343,7 @@ async def test_router_that_dies_repeatedly_ends_the_incarnation(
         fleet.check()
         await eventually(lambda times=times: len(FakeRouter.made) == times + 1)
         deaths.future(FakeRouter.made[times]).set_result("it hangs")
-    await eventually(fleet._watches["router"].done)
+    await eventually(fleet._watches.tasks["router"].done)
     with pytest.raises(ServerError, match=r"router died 4 times in a minute: it hangs"):
         fleet.check()
 

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_samples import one_row, tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives.objectives import (
     Needs,
     load_objective,
     objective_needs,
 )
+from invrl.algorithms.tables import KlConfig
 from invrl.errors import TrainError
 from invrl.types.metrics import resolve
 

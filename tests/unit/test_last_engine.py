@@ -65,7 +65,7 @@ class SharedGpus:
 @pytest.fixture
 async def shared(fleet: Fleet) -> SharedGpus:
     """Every engine holds version 1 and serves; it is the engines' turn."""
-    fleet._shares_gpus = True
+    fleet._start_turns.shares_gpus = True
     trainer = SleepingTrainer()
     transaction = WeightTransaction(
         SenderThatSleeps(trainer),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives.example import try_objective
 from invrl.algorithms.objectives.objectives import (
@@ -16,6 +16,7 @@ from invrl.algorithms.objectives.objectives import (
     objective_needs,
 )
 from invrl.algorithms.objectives.sample_table import SampleTable
+from invrl.algorithms.tables import CriticConfig, KlConfig
 from invrl.errors import PluginError
 
 

@@ -13,14 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import (
-    AlgorithmConfig,
-    DpoConfig,
-    IpoConfig,
-    KtoConfig,
-    OrpoConfig,
-    SimpoConfig,
-)
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Samples
 from invrl.algorithms.objectives.mismatched_samples import with_mismatched_samples
 from invrl.algorithms.objectives.objectives import (
@@ -36,6 +29,13 @@ from invrl.algorithms.objectives.preference_losses import (
     orpo,
 )
 from invrl.algorithms.objectives.sample_table import SampleTable
+from invrl.algorithms.tables import (
+    DpoConfig,
+    IpoConfig,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from invrl.errors import TrainError
 from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Metric, merge, resolve

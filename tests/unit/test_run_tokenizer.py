@@ -37,7 +37,7 @@ async def test_evaluations_and_servers_keep_their_tokenizer(
     config = configured(tmp_path / "runs", make_tiny_model(tmp_path / "tiny"))
     folder = make_run_folder(config)
     run = run_evaluation if command == "eval" else serve_model
-    monkeypatch.setattr("invrl.run.processes.cluster.start_serving", started)
+    monkeypatch.setattr("invrl.run.processes.serving.start_serving", started)
     with pytest.raises(Started):
         await run(config, folder)
     kept = (folder.tokenizer_path / "tokenizer.json").read_bytes()

@@ -29,7 +29,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.algorithms.config import DEFAULT_PASS_AT_K, AlgorithmConfig, Deviation
+from invrl.algorithms.config import DEFAULT_PASS_AT_K, AlgorithmConfig
+from invrl.algorithms.tables import Deviation
 from invrl.interfaces import AdvantageFn
 from invrl.user_code.plugins import load_plugin
 

@@ -27,22 +27,6 @@ class TokenAdvantages:
     """Targets of the critic's values."""
 
 
-def discounted_returns(
-    rewards_T: Floats, mask_T: NDArray[np.bool_], *, discount: float = 1.0
-) -> NDArray[np.float64]:
-    """Sum the rewards of a token and those after it: [T] -> [T].
-
-        G_t = r_t + discount * G_{t+1}
-
-    verl's `reinforce_plus_plus` has the same returns. Raises ValueError for arrays of
-    different lengths.
-    """
-    _check_lengths(mask_T, rewards_T)
-    rewards_N = _trained(rewards_T, mask_T)
-    returns_N = _recurrence(rewards_N, np.full(len(rewards_N), discount))
-    return _placed(returns_N, mask_T)
-
-
 def gae(
     rewards_T: Floats,
     values_T: Floats,

@@ -73,26 +73,20 @@ def whiten(
     moments: Moments,
     *,
     std_floor: float = 0.0,
-    shift_mean: bool = True,
 ) -> NDArray[np.float64]:
     """Whiten values with the moments of their whole batch: [N] -> float64 [N].
 
         w = (x - mean) / max(sqrt(variance + 1e-8), std_floor)
 
     This is `masked_whiten` of TRL (PPO) and verl, except for the floor, which is ours.
-    Without `shift_mean` the mean is added back, as there. Equal values become exactly 0
-    (the mean, without `shift_mean`).
+    Equal values become exactly 0.
     """
     values_N = np.asarray(values_N, np.float64)
     variance = moments.variance
-    whitened_N = np.zeros_like(values_N)
-    if variance:
-        whitened_N = (values_N - moments.mean) / max(
-            np.sqrt(variance + VARIANCE_EPS), std_floor
-        )
-    if not shift_mean:
-        whitened_N = whitened_N + moments.mean
-    return whitened_N
+    if not variance:
+        return np.zeros_like(values_N)
+    deviation = max(np.sqrt(variance + VARIANCE_EPS), std_floor)
+    return (values_N - moments.mean) / deviation
 
 
 def whiten_samples(

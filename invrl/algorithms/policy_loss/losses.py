@@ -36,7 +36,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.policy_loss.aggregation import AGGREGATIONS
 from invrl.algorithms.policy_loss.axis_plugins import (
@@ -51,6 +51,7 @@ from invrl.algorithms.policy_loss.policy_losses import (
     policy_loss_function,
 )
 from invrl.algorithms.policy_loss.ratios import RATIOS
+from invrl.algorithms.tables import KlConfig
 from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.metrics import Metric
 
@@ -70,23 +71,10 @@ def policy_loss(
     trained."""
     kl = config.kl
     entropy = config.entropy
-    if kl is not None and inputs.reference_N is None:
-        raise ValueError("there is a KL to the reference but no reference log-probs")
-    if entropy is not None and entropy.coefficient and inputs.entropy_N is None:
-        raise ValueError("there is an entropy bonus but there are no entropies")
+    _check_inputs(inputs, config)
     old_N = old_logprobs(inputs, config)
-    advantages_N = inputs.advantages_N
-    if kl is not None and kl.added_to == "reward" and not config.kl_in_token_rewards:
-        advantages_N = _with_kl_penalty(inputs, old_N, kl)
-
-    weighted_N = inputs.current_N
-    means_of_weights: Mapping[str, Tensor] = {}
-    ratio_weight = load_ratio_weight(config)
-    if ratio_weight is not None:
-        weights = ratio_weight(inputs)
-        weighted_N = weighted_N + weights.log_weights_N
-        means_of_weights = weights.means
-    ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.samples)
+    advantages_N = _with_kl_penalty(inputs, old_N, config)
+    ratio_N, means_of_weights = _ratios(inputs, old_N, config)
     policy_loss = policy_loss_function(config)
     policy_losses = policy_loss(
         PolicyLossInputs(
@@ -121,13 +109,37 @@ def policy_loss(
             "ratio_mean": ratio_N,
             **policy_losses.means,
             **means_of_weights,
+            **means_of_solved,
+            **more_means,
         }
-        means |= {**means_of_solved, **more_means}
         maxima = {"ratio_max": ratio_N}
         metrics = _metrics(
             inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums
         )
     return LossOutputs(loss=loss, metrics=metrics)
+
+
+def _check_inputs(inputs: LossInputs, config: AlgorithmConfig) -> None:
+    if config.kl is not None and inputs.reference_N is None:
+        raise ValueError("there is a KL to the reference but no reference log-probs")
+    entropy = config.entropy
+    if entropy is not None and entropy.coefficient and inputs.entropy_N is None:
+        raise ValueError("there is an entropy bonus but there are no entropies")
+
+
+def _ratios(
+    inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return current/old [N] at the level of the settings, times the user's
+    `ratio_weight`, and numbers [N] whose means become metrics."""
+    weighted_N = inputs.current_N
+    means: Mapping[str, Tensor] = {}
+    ratio_weight = load_ratio_weight(config)
+    if ratio_weight is not None:
+        weights = ratio_weight(inputs)
+        weighted_N = weighted_N + weights.log_weights_N
+        means = weights.means
+    return RATIOS[config.ratio_level](weighted_N, old_N, inputs.samples), means
 
 
 def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,8 +179,11 @@ def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
     )
 
 
-def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
-    """Return the advantages [N] with the KL term as a token reward:
+def _with_kl_penalty(
+    inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig
+) -> Tensor:
+    """Return the advantages [N], with the KL term as a token reward if the settings add
+    it here:
 
         A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
 
@@ -177,6 +192,9 @@ def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
     subtracts the same penalty of the same policy from the rewards before they become
     advantages, so there it also enters the baseline and the division by a deviation;
     here it does not."""
+    kl = config.kl
+    if kl is None or kl.added_to != "reward" or config.kl_in_token_rewards:
+        return inputs.advantages_N
     penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
     return inputs.advantages_N - to_go(penalty_N.detach(), inputs.samples)
 

@@ -14,7 +14,7 @@ has the rewards of the turns that follow it. The advantage of a reward is comput
 rewards of its own kind (`comparison.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,25 +100,12 @@ def build_batch(
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float64]] = []
     for group, trajectory_sample in built:
-        summary = trajectory_sample.summary
-        turns = trajectory_sample.trajectory.turns
-        sample = _with_reward_numbers(trajectory_sample.sample, summary, group, rules)
-        if not sample.loss_mask_T.any():
-            continue
-        if rules.algorithm.token_level:
-            sample = _with_token_rewards(sample, summary, turns, use, rules)
-            advantages.append(np.zeros(len(sample.tokens_T)))
-        else:
-            advantages_T = token_advantages(
-                summary,
-                turns,
-                sample.loss_mask_T,
-                advantage_of,
-                use=use,
-                discount=rules.algorithm.discount,
+        if trajectory_sample.sample.loss_mask_T.any():
+            sample, advantages_T = _with_advantages(
+                trajectory_sample, group, advantage_of, use, rules
             )
+            samples.append(sample)
             advantages.append(advantages_T)
-        samples.append(sample)
     whitened = whiten_samples(
         advantages,
         [sample.loss_mask_T for sample in samples],
@@ -155,6 +142,32 @@ def _batch_samples(
             for sample in _trajectory_samples(rollout, extra_columns, oldest):
                 samples.append((group, replace(sample, summary=summary)))
     return samples
+
+
+def _with_advantages(
+    trajectory_sample: "_TrajectorySample",
+    group: ShapedGroup,
+    advantage_of: Mapping[RewardOwner, float],
+    use: RewardUse,
+    rules: AdvantageRules,
+) -> tuple[TrainSample, NDArray[np.float64]]:
+    """Return a sample with its numbers and columns of rewards, and the advantages of
+    its tokens before they are whitened."""
+    summary = trajectory_sample.summary
+    turns = trajectory_sample.trajectory.turns
+    sample = _with_reward_numbers(trajectory_sample.sample, summary, group, rules)
+    if rules.algorithm.token_level:
+        sample = _with_token_rewards(sample, summary, turns, use, rules)
+        return sample, np.zeros(len(sample.tokens_T))
+    advantages_T = token_advantages(
+        summary,
+        turns,
+        sample.loss_mask_T,
+        advantage_of,
+        use=use,
+        discount=rules.algorithm.discount,
+    )
+    return sample, advantages_T
 
 
 def _token_ages(

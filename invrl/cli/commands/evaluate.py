@@ -76,8 +76,9 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     """Evaluate, printing scores as they come and a table at the end. Raises InvrlError
     with the cause of a failure."""
     from invrl.rollout.dispatch.dispatcher import first_to_fail
-    from invrl.run.processes.cluster import all_started, create_rollouts, start_serving
+    from invrl.run.processes.cluster import all_started, create_rollouts
     from invrl.run.processes.ray_session import start_ray
+    from invrl.run.processes.serving import start_serving
     from invrl.run.processes.tokenizer import keep_tokenizer
 
     started_at = time.monotonic()

@@ -27,7 +27,7 @@ from invrl.types.sessions import Session
 from invrl.types.tasks import Task
 
 if TYPE_CHECKING:
-    from invrl.run.processes.cluster import Serving
+    from invrl.run.processes.serving import Serving
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -50,8 +50,8 @@ def serve(arguments: Sequence[str]) -> None:
 async def serve_model(config: Config, folder: RunFolder) -> None:
     """Serve until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
     left and none comes back."""
-    from invrl.run.processes.cluster import start_serving
     from invrl.run.processes.served_metrics import ServedMetrics
+    from invrl.run.processes.serving import start_serving
     from invrl.run.processes.tokenizer import keep_tokenizer
 
     remove_abandoned()

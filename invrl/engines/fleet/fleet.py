@@ -22,31 +22,28 @@ long as the servers should.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.blocking_calls import BlockingCalls
 from invrl.engines.fleet.engine_group import EngineGroup, engine_groups
-from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_reply
+from invrl.engines.fleet.engine_health import TOKEN_TIMEOUTS, wrong_reply
 from invrl.engines.fleet.engine_processes import EngineProcesses
 from invrl.engines.fleet.engine_restarts import EngineRestarts
-from invrl.engines.fleet.fleet_router import FleetRouter
+from invrl.engines.fleet.fleet_router import FleetRouter, router_maker
 from invrl.engines.fleet.fleet_state import FleetState
 from invrl.engines.fleet.load_watch import LoadWatch
-from invrl.engines.launch.engine_launcher import Engine, EngineLauncher
-from invrl.engines.launch.sglang_args import router_flags
+from invrl.engines.fleet.start_turns import StartTurns
+from invrl.engines.fleet.watches import Watches
+from invrl.engines.launch.engine_launcher import Engine, EngineLauncher, EngineOptions
 from invrl.engines.router.router_server import RouterServer
-from invrl.engines.router.smg import find_smg
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.output.incidents import incidents
-from invrl.host.output.log_lines import LogSettings
-from invrl.host.processes.fork_parent import ForkParent
 from invrl.interfaces import WeightReceiver
 from invrl.types.fleet import FleetSnapshot
 from invrl.types.weights import WeightVersion
-from invrl.weights.config import AnyWeights, ArenaWeights
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,64 +63,28 @@ class Fleet:
         engine: EngineConfig,
         model_path: Path,
         run_folder: Path,
-        sglang: Mapping[str, object] | None = None,
+        *,
         router: Mapping[str, object] | None = None,
-        weights: AnyWeights | None = None,
         heartbeat_timeout_s: float = 30.0,
-        record_experts: bool = False,
-        external_key: str = "",
-        traces_endpoint: str = "",
-        log: LogSettings | None = None,
-        shares_gpus: bool = False,
-        by_priority: bool = False,
-        gpus: Sequence[Sequence[int]] = (),
-        parent: ForkParent | None = None,
         eval_engines: int = 0,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Starts the processes of the routers, and one that forks engines. Raises
         ConfigError.
 
-        `sglang` and `router` are passed through, by upstream's field names.
-        `weights`: None for the defaults. An engine or a router that is silent for
-        longer than `heartbeat_timeout_s` is dead. The exception is one call of an
-        update in which an engine copies or hashes its weights: that may take
-        `weights.timeout_s`. `record_experts`: engines keep which experts computed
-        each token. `external_key`: that of external engines. `traces_endpoint`: where
-        the engines that start here send their spans to; "": nowhere. `log`: how engines
-        that start here log; None for the defaults. `shares_gpus`: with the trainer, by
-        turns; engines then start one after the other. `by_priority`: the engines sample
-        requests with a larger priority first. `gpus`: those of each engine that starts
-        here; empty: engines are on the CPU. `parent`: forks the engines, and
-        is its owner's to stop; None for one of the fleet's own, where engines can be
-        forked. `eval_engines`: number of the last engines, which serve evaluation only.
+        `router` is passed through, by upstream's field names. An engine or a router
+        that is silent for longer than `heartbeat_timeout_s` is dead. The exception is
+        one call of an update in which an engine copies or hashes its weights: that may
+        take `weights.timeout_s`. `eval_engines`: number of the last engines, which
+        serve evaluation only.
         """
         self._config = engine
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._shares_gpus = shares_gpus
-        self._start_turn = asyncio.Lock()
-        """Held from an engine's restart until it has joined, if GPUs are shared: it
-        takes the memory that is free at that time."""
-        self._holds_starts = False
-        """The trainer has the GPUs, and holds that lock."""
-        installed_smg = (
-            find_smg(engine.smg_environment) if engine.router == "smg" else None
+        self._start_turns = StartTurns(shares_gpus=options.get("shares_gpus", False))
+        make_router = router_maker(
+            engine, run_folder, router or {}, heartbeat_timeout_s=heartbeat_timeout_s
         )
-        passthrough = router_flags(router or {}, installed_smg)
-        self._launcher = EngineLauncher(
-            engine,
-            model_path,
-            run_folder,
-            sglang=sglang or {},
-            weights=weights or ArenaWeights.model_validate({}),
-            record_experts=record_experts,
-            external_key=external_key,
-            traces_endpoint=traces_endpoint,
-            log=log,
-            shares_gpus=shares_gpus,
-            by_priority=by_priority,
-            gpus=gpus,
-            parent=parent,
-        )
+        self._launcher = EngineLauncher(engine, model_path, run_folder, **options)
         self.limits = self._launcher.limits
         self.fork_parent = self._launcher.parent
         """The process that has imported SGLang and forks the engines; None if they are
@@ -134,22 +95,17 @@ class Fleet:
         )
         self._restarts_engines = False
         self._bring_up: BringUp | None = None
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches = Watches(
+            timeout_s=heartbeat_timeout_s, interval_s=engine.health_interval_s
+        )
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._examination: asyncio.Task[None] | None = None
         # Threads of our own, enough of them: those that wait for an engine to start
         # must not delay those that end one.
         self._calls = BlockingCalls(3 * (len(self._launcher.names) + 2), name="fleet")
-        make_router = partial(
-            FleetRouter,
-            config=engine,
-            run_folder=run_folder,
-            passthrough=passthrough,
-            installed_smg=installed_smg,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            calls=self._calls,
+        self._groups = engine_groups(
+            self._launcher.names, eval_engines, partial(make_router, calls=self._calls)
         )
-        self._groups = engine_groups(self._launcher.names, eval_engines, make_router)
         self._load_watch = LoadWatch(
             lambda: {name: engine.client for name, engine in self.engines.items()},
             eval_engines=self._groups[1].names if eval_engines else (),
@@ -177,12 +133,11 @@ class Fleet:
             await self.stop()
             raise
         for name, engine in self.engines.items():
-            self._watch_engine(name, engine)
+            self._watches.begin(name, self._watch(name, engine))
         for group in self._groups:
-            self._watches[group.router.name] = asyncio.create_task(
-                group.router.watch(partial(self._route_again, group))
-            )
-        self._watches["load"] = asyncio.create_task(self._load_watch.follow())
+            watch = group.router.watch(partial(self._route_again, group))
+            self._watches.begin(group.router.name, watch)
+        self._watches.begin("load", self._load_watch.follow())
 
     async def admit(self) -> None:
         """Register the engines, which hold the fleet's version, with their routers.
@@ -195,10 +150,11 @@ class Fleet:
             self._router_of(name).register(engine) for name, engine in engines.items()
         ]
         results = await asyncio.gather(*registrations, return_exceptions=True)
-        failures: dict[str, BaseException] = {}
-        for name, result in zip(engines, results, strict=True):
-            if isinstance(result, BaseException):
-                failures[name] = result
+        failures = {
+            name: result
+            for name, result in zip(engines, results, strict=True)
+            if isinstance(result, BaseException)
+        }
         for name, error in failures.items():
             if len(failures) == len(engines) or not isinstance(error, InvrlError):
                 raise error
@@ -246,21 +202,12 @@ class Fleet:
     @property
     def shares_gpus(self) -> bool:
         """Whether engines and trainer use the GPUs in turns."""
-        return self._shares_gpus
+        return self._start_turns.shares_gpus
 
     def check(self) -> None:
         """Raise InvrlError if a router is gone for good, no engine of a group is left
         and none may come back, or a watch has failed."""
-        for name, watch in self._watches.items():
-            if not watch.done() or watch.cancelled():
-                continue
-            error = watch.exception()
-            if isinstance(error, InvrlError):
-                raise error
-            if error is not None:
-                raise ServerError(
-                    f"nobody watches {name} any more: {error!r}"
-                ) from error
+        self._watches.check()
         for group in self._groups:
             away = [name for name in self.evicted if name in group.names]
             is_empty = group.is_without(self.engines)
@@ -282,7 +229,7 @@ class Fleet:
         """Wait until the fleet has an engine. Raises as `check` does: each start of an
         engine has a deadline, so this wait needs none. Starts that are held off are
         allowed meanwhile: where GPUs are shared, the trainer sleeps then."""
-        if self._holds_starts and not self.engines:
+        if self._start_turns.are_held and not self.engines:
             self.allow_starts()
             return await self.hold_starts()
         while not self.engines:
@@ -319,9 +266,7 @@ class Fleet:
             return
         incidents.error("%s leaves the fleet: %s", name, reason)
         self._restarts.left(name, reason)
-        watch = self._watches.pop(name, None)
-        if watch is not None and watch is not asyncio.current_task():
-            watch.cancel()
+        self._watches.end(name)
         self._processes.leaving.append(engine)
         previous = self._replacements.get(name)
         self._replacements[name] = asyncio.create_task(
@@ -330,15 +275,13 @@ class Fleet:
 
     async def evict_silent(self) -> None:
         """Evict the engines that do not answer, before their watches notice."""
-        engines = dict(self.engines)
-        questions = [
-            engine.client.answers(deadline_s=self._heartbeat_timeout_s)
-            for engine in engines.values()
-        ]
-        answers = await asyncio.gather(*questions)
-        for (name, engine), answered in zip(engines.items(), answers, strict=True):
-            if not answered and self.engines.get(name) is engine:
-                self.evict(name, "it does not answer")
+
+        async def find_silence(engine: Engine) -> str:
+            deadline_s = self._heartbeat_timeout_s
+            answers = await engine.client.answers(deadline_s=deadline_s)
+            return "" if answers else "it does not answer"
+
+        await self._evict_faulty(find_silence)
 
     def examine(self, newest_version: WeightVersion) -> None:
         """Examine every engine with a short request in the background, after one of
@@ -351,20 +294,31 @@ class Fleet:
             self._examination = asyncio.create_task(self._examine(newest_version))
 
     async def _examine(self, newest_version: WeightVersion) -> None:
-        engines = dict(self.engines)
-        questions = [
-            wrong_reply(
+        await self._evict_faulty(
+            lambda engine: wrong_reply(
                 engine.client,
                 vocab_size=self.limits.vocab_size,
                 newest_version=newest_version,
                 deadline_s=TOKEN_TIMEOUTS * self._heartbeat_timeout_s,
             )
-            for engine in engines.values()
-        ]
-        reasons = await asyncio.gather(*questions)
-        for (name, engine), reason in zip(engines.items(), reasons, strict=True):
-            if reason and self.engines.get(name) is engine:
-                self.evict(name, reason)
+        )
+
+    async def _evict_faulty(
+        self, find_fault: Callable[[Engine], Awaitable[str]]
+    ) -> None:
+        """Look for faults of all engines at the same time, and evict those that have
+        one. `find_fault` returns "" for the others."""
+        engines = dict(self.engines)
+        faults = await asyncio.gather(*map(find_fault, engines.values()))
+        for (name, engine), fault in zip(engines.items(), faults, strict=True):
+            if fault:
+                self._evict_this(name, engine, fault)
+
+    def _evict_this(self, name: str, engine: Engine, reason: str) -> None:
+        """Evict the engine unless it has left: another one may have its name by
+        now."""
+        if self.engines.get(name) is engine:
+            self.evict(name, reason)
 
     def restart_evicted(self, bring_up: BringUp | None = None) -> None:
         """Start engines that left again from now on, including those that already left.
@@ -388,17 +342,14 @@ class Fleet:
         `check` does."""
         while True:
             await self.until_engine()
-            await self._start_turn.acquire()
+            await self._start_turns.hold()
             if self.engines:
-                self._holds_starts = True
                 return
-            self._start_turn.release()
+            self._start_turns.allow()
 
     def allow_starts(self) -> None:
         """Do nothing if they are allowed."""
-        if self._holds_starts:
-            self._holds_starts = False
-            self._start_turn.release()
+        self._start_turns.allow()
 
     async def until_lost_have_ended(self) -> None:
         """Wait until the processes of all engines that left have ended. Raises
@@ -407,13 +358,13 @@ class Fleet:
 
     async def stop(self) -> None:
         """End everything, even if a part of it fails. Idempotent."""
-        tasks = [*self._watches.values(), *self._replacements.values()]
+        tasks = [*self._watches.tasks.values(), *self._replacements.values()]
         if self._examination is not None:
             tasks.append(self._examination)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._watches.clear()
+        self._watches.tasks.clear()
         self._replacements.clear()
         engines = [*self.engines.values(), *self._processes.leaving]
         self.engines = {}
@@ -426,28 +377,13 @@ class Fleet:
         # A cancelled task may have left a thread behind that ends a process.
         await self._calls.until_ended()
 
-    # ----------------------------------------------------------------- watches
-
-    def _watch_engine(self, name: str, engine: Engine) -> None:
-        self._watches[name] = asyncio.create_task(self._watch(name, engine))
-
     async def _watch(self, name: str, engine: Engine) -> None:
         try:
-            reason = await self._death(engine)
+            reason = await self._watches.death(engine)
         except Exception as error:  # of this engine, not of the fleet
             _LOG.exception("the health of %s cannot be checked", name)
             reason = f"its health cannot be checked: {error!r}"
-        if self.engines.get(name) is engine:
-            self.evict(name, reason)
-
-    def _death(self, engine: Engine) -> Awaitable[str]:
-        return engine_death(
-            engine.server.processes(),
-            engine.client,
-            engine.receiver,
-            timeout_s=self._heartbeat_timeout_s,
-            interval_s=self._config.health_interval_s,
-        )
+        self._evict_this(name, engine, reason)
 
     async def _route_again(self, group: EngineGroup, dead: RouterServer) -> None:
         """Register with a router that was started again the engines that the dead one
@@ -473,7 +409,7 @@ class Fleet:
         if engine is not None:
             await self._retire(name, engine)
         while self._restarts_engines and self._restarts.are_allowed(name):
-            async with self._start_turn if self._shares_gpus else nullcontext():
+            async with self._start_turns.turn():
                 count = self._restarts.begin(name)
                 self._report_wait(name, count)
                 try:
@@ -526,13 +462,13 @@ class Fleet:
         else:
             bring_up = self._bring_up(engine.receiver, join)
         try:
-            await self._while_alive(engine, bring_up)
+            await self._watches.while_alive(engine, bring_up)
         except BaseException:
             self.engines.pop(name, None)
             await self._retire(name, engine)
             raise
         if self.engines.get(name) is engine:
-            self._watch_engine(name, engine)
+            self._watches.begin(name, self._watch(name, engine))
             await self._register_joined(name, engine)
 
     async def _register_joined(self, name: str, engine: Engine) -> None:
@@ -541,28 +477,12 @@ class Fleet:
         try:
             await router.register(engine)
         except InvrlError as error:
-            if self.engines.get(name) is engine:
-                self.evict(name, f"the router does not reach it: {error}")
+            self._evict_this(name, engine, f"the router does not reach it: {error}")
             return
         if self.engines.get(name) is engine:
             incidents.warning("%s is back", name)
         else:
             await router.unregister(engine)
-
-    async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
-        """Await `work` on an engine that has no watch yet. Raises ServerError if the
-        engine dies first."""
-        working = asyncio.ensure_future(work)
-        death = asyncio.ensure_future(self._death(engine))
-        try:
-            await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ServerError(f"{engine.server.name} died: {death.result()}")
-        finally:
-            working.cancel()
-            death.cancel()
-            await asyncio.gather(working, death, return_exceptions=True)
-        working.result()
 
     async def _wait_ready(self, name: str, engine: Engine) -> None:
         self.engines[name] = await self._processes.started(name, engine)

@@ -8,15 +8,17 @@ that are still there.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.blocking_calls import BlockingCalls
 from invrl.engines.fleet.engine_health import router_death
 from invrl.engines.launch.engine_launcher import Engine
+from invrl.engines.launch.sglang_args import router_flags
 from invrl.engines.router.router_server import RouterServer
-from invrl.engines.router.smg import Smg
+from invrl.engines.router.smg import Smg, find_smg
 from invrl.errors import DeadlineError, ServerError
 from invrl.host.output.incidents import incidents
 from invrl.host.processes.process import RestartLimit, process_tree
@@ -169,3 +171,23 @@ class FleetRouter:
             await self._calls.run(router.stop)
         except Exception:
             _LOG.exception("the router could not be ended")
+
+
+def router_maker(
+    config: EngineConfig,
+    run_folder: Path,
+    options: Mapping[str, object],
+    *,
+    heartbeat_timeout_s: float,
+) -> Callable[..., FleetRouter]:
+    """Return what makes a router by its name and the fleet's `calls`. `options` are
+    passed through, by upstream's field names. Raises ConfigError."""
+    installed_smg = find_smg(config.smg_environment) if config.router == "smg" else None
+    return partial(
+        FleetRouter,
+        config=config,
+        run_folder=run_folder,
+        passthrough=router_flags(options, installed_smg),
+        installed_smg=installed_smg,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )

@@ -4,6 +4,7 @@ start, the client with its keys, and its receiver of weights."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.client.weight_receiver import RECEIVERS, EngineReceiver
@@ -19,7 +20,7 @@ from invrl.engines.launch.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.launch.sglang_args import flags_of_run
 from invrl.host.output.log_lines import LogSettings
 from invrl.host.processes.fork_parent import ForkParent
-from invrl.weights.config import AnyWeights
+from invrl.weights.config import AnyWeights, ArenaWeights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +33,32 @@ class Engine:
     receiver: EngineReceiver
 
 
+class EngineOptions(TypedDict, total=False):
+    """What the engines of a fleet have in addition to the settings of [engine]."""
+
+    sglang: Mapping[str, object]
+    """Options that pass through, by upstream's field names."""
+    weights: AnyWeights
+    record_experts: bool
+    """Keep which experts computed each token."""
+    external_key: str
+    """Key of external engines."""
+    traces_endpoint: str
+    """Receiver of the spans of engines that start here; "": they send none."""
+    log: LogSettings | None
+    """Log of engines that start here; None for the defaults."""
+    shares_gpus: bool
+    """GPUs are used in turns with the trainer; engines then start one after the
+    other."""
+    by_priority: bool
+    """Sample requests with a larger priority first."""
+    gpus: Sequence[Sequence[int]]
+    """GPUs of each engine that starts here; empty: engines are on the CPU."""
+    parent: ForkParent | None
+    """The process that forks the engines, and is its owner's to stop; None for one of
+    the fleet's own, where engines can be forked."""
+
+
 class EngineLauncher:
     """Launches engines by name, each as often as it is asked to. All have the same
     settings."""
@@ -41,37 +68,30 @@ class EngineLauncher:
         config: EngineConfig,
         model_path: Path,
         run_folder: Path,
-        *,
-        sglang: Mapping[str, object],
-        weights: AnyWeights,
-        record_experts: bool,
-        external_key: str,
-        traces_endpoint: str,
-        log: LogSettings | None,
-        shares_gpus: bool,
-        by_priority: bool,
-        gpus: Sequence[Sequence[int]],
-        parent: ForkParent | None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        """Starts the process that forks engines, unless `parent` does. The parameters
-        are those of `Fleet`. Raises ConfigError."""
+        """Starts the process that forks engines, unless `parent` does. Raises
+        ConfigError."""
+        weights = options.get("weights") or ArenaWeights.model_validate({})
+        record_experts = options.get("record_experts", False)
         self._config = config
         self._model_path = model_path
         self._run_folder = run_folder
         self._weights = weights
-        self._external_key = external_key
-        self._log = log
+        self._external_key = options.get("external_key", "")
+        self._log = options.get("log")
         self._gpus: dict[str, Sequence[int]] = {}
+        gpus = options.get("gpus", ())
         if gpus:
             self._gpus = dict(zip(self._own_names, gpus, strict=True))
         in_place = weights.inflight == "in_place"
         self.sglang_flags = flags_of_run(
-            sglang,
+            options.get("sglang") or {},
             in_place=in_place,
             record_experts=record_experts,
-            traces_endpoint=traces_endpoint,
-            shares_gpu=shares_gpus and count_gpus() > 0,
-            by_priority=by_priority,
+            traces_endpoint=options.get("traces_endpoint", ""),
+            shares_gpu=options.get("shares_gpus", False) and count_gpus() > 0,
+            by_priority=options.get("by_priority", False),
         )
         self._traits = wanted_traits(
             config, model_path, in_place=in_place, record_experts=record_experts
@@ -86,7 +106,7 @@ class EngineLauncher:
         )
         self.own_parent: ForkParent | None = None
         """The process that forks the engines, if it is to end together with them."""
-        self.parent = self._find_parent(parent)
+        self.parent = self._find_parent(options.get("parent"))
         """The process that forks the engines; None if they cannot be forked."""
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:

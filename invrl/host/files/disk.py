@@ -5,6 +5,8 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from invrl.errors import DiskFullError
@@ -14,16 +16,24 @@ FULL_BYTES = 16_000_000
 this much."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path`: a reader sees the old text or the new one, never a
-    part of it."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path to write a file to that replaces the one at `path` at the end of
+    the block: a reader sees the old content or the new one, never a part of it. After
+    an OSError the old one stays alone."""
     new = path.with_name(path.name + ".new")
     try:
-        new.write_text(text, encoding="utf-8")
+        yield new
         os.replace(new, path)
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file at `path` as `replacing` does."""
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -10,7 +10,7 @@ JSON unchanged.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Protocol
@@ -188,21 +188,7 @@ async def evaluate(
         async with task_slots:
             if watch is not None:
                 watch.began(lease.group_id)
-            outcomes = await run_lease(lease)
-            for attempt in range(1, _MAX_ATTEMPTS):
-                indices = [
-                    index
-                    for index, outcome in enumerate(outcomes)
-                    if _is_our_failure(outcome)
-                ]
-                if not indices:
-                    break
-                members = tuple(
-                    GroupMember(index=index, attempt=attempt) for index in indices
-                )
-                replacements = await run_lease(replace(lease, members=members))
-                for index, outcome in zip(indices, replacements, strict=True):
-                    outcomes[index] = outcome
+            outcomes = await _run_with_attempts(run_lease, lease)
             if watch is not None:
                 watch.ended(lease.group_id, outcomes)
         return outcomes
@@ -214,6 +200,25 @@ async def evaluate(
         raise errors.exceptions[0] from None
     task_ids = tuple(task.id for task in tasks)
     return _score(set_name, mode, task_ids, [run.result() for run in runs])
+
+
+async def _run_with_attempts(
+    run_lease: Callable[[GroupLease], Awaitable[list[Outcome]]], lease: GroupLease
+) -> list[Outcome]:
+    """Run the rollouts of a task, and those again that failed through no fault of the
+    policy."""
+    outcomes = await run_lease(lease)
+    for attempt in range(1, _MAX_ATTEMPTS):
+        indices = [
+            index for index, outcome in enumerate(outcomes) if _is_our_failure(outcome)
+        ]
+        if not indices:
+            break
+        members = tuple(GroupMember(index=index, attempt=attempt) for index in indices)
+        replacements = await run_lease(replace(lease, members=members))
+        for index, outcome in zip(indices, replacements, strict=True):
+            outcomes[index] = outcome
+    return outcomes
 
 
 def _is_our_failure(outcome: Outcome) -> bool:

@@ -55,8 +55,6 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
                 digests[name] = hashlib.file_digest(file, xxh3_64).hexdigest()
     if first_step and folder.data_digests_path.exists():
         recorded = json.loads(folder.data_digests_path.read_text(encoding="utf-8"))
-        if "data_eval_path" in recorded:  # of an earlier version
-            recorded["eval_path"] = recorded["data_eval_path"]
         for name, digest in digests.items():
             if recorded.get(name) != digest:
                 reason = "it has changed since the run began, and the run chooses rows by their place"

@@ -91,14 +91,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     """Run from the newest complete checkpoint to the end of the run. The caller holds
     the folder. Raises InvrlError with the cause of a failure; the supervisor then
     starts the next incarnation."""
-    checkpoints = Checkpoints(
-        folder.checkpoints_path,
-        keep=config.run.checkpoints.keep or 0,
-        keep_best=config.run.checkpoints.keep_best or 0,
-        read_scores=partial(
-            read_scores, folder.metrics_path, config.best_checkpoints_by
-        ),
-    )
+    checkpoints = _open_checkpoints(config, folder)
     if config.run.debug_train_only:
         start = start_at_zero(folder)
     else:
@@ -129,10 +122,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         keep_tokenizer(config, folder)
         if config.run.debug_train_only:
             # Outside the event loop: here an interrupt ends it immediately.
-            checkpoint = first_checkpoint(config.run.load_checkpoint)
-            if checkpoint is not None:
-                checkpoint.check(config.model.folder)
-            start = Start(checkpoint=checkpoint)
+            start = _start_at_given_checkpoint(config)
         parts = RunParts(
             config, folder, checkpoints, observer, start, num_steps, awaited
         )
@@ -159,6 +149,25 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         observer.close()
         metrics.close()
         print(f"run folder: {folder.path}", flush=True)
+
+
+def _open_checkpoints(config: Config, folder: RunFolder) -> Checkpoints:
+    return Checkpoints(
+        folder.checkpoints_path,
+        keep=config.run.checkpoints.keep or 0,
+        keep_best=config.run.checkpoints.keep_best or 0,
+        read_scores=partial(
+            read_scores, folder.metrics_path, config.best_checkpoints_by
+        ),
+    )
+
+
+def _start_at_given_checkpoint(config: Config) -> Start:
+    """Check the checkpoint that the settings name, if they name one, and start there."""
+    checkpoint = first_checkpoint(config.run.load_checkpoint)
+    if checkpoint is not None:
+        checkpoint.check(config.model.folder)
+    return Start(checkpoint=checkpoint)
 
 
 def _note_settings(

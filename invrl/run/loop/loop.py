@@ -126,6 +126,30 @@ class _Phases:
         self.times[name] = (began, began + self.seconds[name])
 
 
+@dataclass(slots=True)
+class _Alarms:
+    """Notes on the console when the policy collapses, and when what is trained parts
+    from what was asked for: each once, when it begins."""
+
+    observer: Sink
+    rows: list[Row]
+    """Metrics of all steps so far."""
+    has_collapsed: bool = False
+    _has_parted: bool = False
+
+    def after_step(self, step: int, values: Mapping[str, float]) -> None:
+        judged = {name: values[name] for name in COLLAPSE_METRICS if name in values}
+        self.rows.append({"step": step, **judged})
+        collapsed = collapse(self.rows)
+        if collapsed and not self.has_collapsed:
+            self.observer.note(f"step {step}: {collapsed}")
+        self.has_collapsed = self.has_collapsed or bool(collapsed)
+        parted = trained_and_asked(values)
+        if parted and not self._has_parted:
+            self.observer.note(f"step {step}: {parted}")
+        self._has_parted = bool(parted)
+
+
 async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
     """Make steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
     Returns the last step made. That is an earlier one if the group filter leaves
@@ -134,8 +158,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
     if parts.learner is not None:
         parts.learner.schedule.begin()
     saved_step = done
-    rows = list(parts.earlier_rows)
-    has_collapsed = has_parted = False
+    alarms = _Alarms(parts.observer, list(parts.earlier_rows))
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         try:
@@ -147,22 +170,8 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
                 await _save_early(parts.buffer, parts.learner, phases, step - 1)
             return step - 1
 
-        with phases.within("assemble"):
-            batch = await parts.until_written(
-                lambda step=step, taken=taken: asyncio.to_thread(
-                    parts.assemble, step, taken
-                )
-            )
-        if parts.score is not None:
-            with phases.within("teacher"):
-                batch = await parts.score(step, batch)
-        metrics = {
-            **rollout_metrics(taken),
-            **reply_metrics(batch),
-            **shaping_metrics(batch),
-            **token_age_metrics(batch),
-        }
-        values = resolve(metrics, "rollout/")
+        batch = await _make_batch(parts, phases, taken)
+        values = _batch_values(taken, batch)
 
         if parts.learner is None:
             await parts.buffer.advance(taken.version)
@@ -174,7 +183,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
                 batch,
                 phases,
                 last=step == num_steps,
-                is_told=has_collapsed,
+                is_told=alarms.has_collapsed,
             )
             if CHECKPOINT_PHASE in phases.seconds:
                 saved_step = step
@@ -184,26 +193,36 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int) -> int:
             time_metrics(phases.seconds, taken, batch.trained.tokens), "time/"
         )
         parts.observer.step(step, values)
-        rows.append(
-            {
-                "step": step,
-                **{name: values[name] for name in COLLAPSE_METRICS if name in values},
-            }
-        )
-        collapsed = collapse(rows)
-        if collapsed and not has_collapsed:
-            parts.observer.note(f"step {step}: {collapsed}")
-        has_collapsed = has_collapsed or bool(collapsed)
-        parted = trained_and_asked(values)
-        if parted and not has_parted:
-            parts.observer.note(f"step {step}: {parted}")
-        has_parted = bool(parted)
+        alarms.after_step(step, values)
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
                 parts.observer.note(text)
         if parts.evaluations is not None:
             await parts.evaluations.after_step(step)
     return max(done, num_steps)
+
+
+async def _make_batch(parts: Parts, phases: _Phases, taken: TakenBatch) -> TrainBatch:
+    """Assemble the batch, and let the teacher score it if there is one."""
+    step = phases.step
+    with phases.within("assemble"):
+        batch = await parts.until_written(
+            lambda: asyncio.to_thread(parts.assemble, step, taken)
+        )
+    if parts.score is not None:
+        with phases.within("teacher"):
+            batch = await parts.score(step, batch)
+    return batch
+
+
+def _batch_values(taken: TakenBatch, batch: TrainBatch) -> dict[str, float]:
+    metrics = {
+        **rollout_metrics(taken),
+        **reply_metrics(batch),
+        **shaping_metrics(batch),
+        **token_age_metrics(batch),
+    }
+    return resolve(metrics, "rollout/")
 
 
 async def _learn(

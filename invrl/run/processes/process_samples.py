@@ -17,8 +17,9 @@ import httpx
 from invrl.engines.launch.engine_server import EngineServer
 from invrl.host.processes.resident_memory import resident_memory
 from invrl.observe.sinks.sinks import Sink
-from invrl.run.processes.cluster import Cluster, Serving
+from invrl.run.processes.cluster import Cluster
 from invrl.run.processes.metrics_sources import read_gateway
+from invrl.run.processes.serving import Serving
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample

@@ -27,7 +27,7 @@ from invrl.store.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from invrl.buffer.process.buffer_handle import BufferHandle
-    from invrl.run.processes.cluster import Serving
+    from invrl.run.processes.serving import Serving
     from invrl.run.settings.config import Config
     from invrl.store.run_folder import RunFolder
     from invrl.train.trainer.train_handle import TrainHandle

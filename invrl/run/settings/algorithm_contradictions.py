@@ -24,7 +24,7 @@ from invrl.interfaces import ChecksSettings
 from invrl.user_code.plugins import plugin_name
 
 if TYPE_CHECKING:
-    from invrl.algorithms.config import KlConfig
+    from invrl.algorithms.tables import KlConfig
     from invrl.run.settings.config import Config
 
 Contradictions = Iterator[tuple[str, str, str]]

@@ -27,7 +27,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoints.checkpoint_scores import ScoreKind
 from invrl.run.settings.contradictions import check
-from invrl.run.settings.former_settings import as_written_now, former_fix
+from invrl.run.settings.former_settings import former_fix
 from invrl.run.settings.name_suggestions import (
     answer_without_setting,
     meant_setting,
@@ -36,13 +36,11 @@ from invrl.run.settings.name_suggestions import (
 )
 from invrl.run.settings.run_config import ModelConfig, RunConfig, model_folder
 from invrl.run.settings.value_suggestions import value_fix
-from invrl.store.run_folder import CONFIG_NAME
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.section import (
     Choice,
     Section,
-    is_optional,
     merged,
     section_fields,
     section_tables,
@@ -248,18 +246,7 @@ def read_toml(path: Path) -> Source:
             raise ConfigError(
                 f"{table} in {path}", entries, "a table is expected", _table_fix(table)
             )
-    if path.name == CONFIG_NAME:
-        document = as_written_now(document, optional_table_sections())
     return Source(name=str(path), tables=document)
-
-
-def optional_table_sections() -> dict[str, str]:
-    """The sections of the tables that may be absent."""
-    return {
-        name: section
-        for name, (section, _) in TABLES.items()
-        if is_optional(SECTIONS[section].model_fields[name])
-    }
 
 
 def _table_fix(key: str) -> str:

@@ -43,10 +43,8 @@ def load_resolved(path: Path) -> Config:
     source = read_toml(path)
     if not source.tables:
         raise _changed(path, path.name, "", "the file is empty")
-    text = path.read_text(encoding="utf-8")
-    tables = tomllib.loads(text)  # with the names that they had when it was written
-    for table, checksums in _LINE.findall(text):
-        _check_table(path, table, tables.get(table, {}), checksums.split())
+    for table, checksums in _LINE.findall(path.read_text(encoding="utf-8")):
+        _check_table(path, table, source.tables.get(table, {}), checksums.split())
     return resolve(source)
 
 

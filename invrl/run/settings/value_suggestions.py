@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from invrl.algorithms.advantages.advantages import ADVANTAGES
-from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.objectives.objectives import ON_FILES, ON_ROLLOUTS
 from invrl.algorithms.policy_loss.axis_plugins import BUILT_IN_OLD_POLICIES
 from invrl.algorithms.policy_loss.policy_losses import POLICY_LOSSES
+from invrl.algorithms.tables import KlConfig, RejectionConfig
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.run.settings.former_settings import FORMER_VALUES
 from invrl.types.section import is_optional, present_type

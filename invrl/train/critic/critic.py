@@ -19,9 +19,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from numpy.typing import NDArray
 
-from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.loss_inputs import LossOutputs
 from invrl.algorithms.policy_loss.value_loss import value_loss
+from invrl.algorithms.tables import CriticConfig
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.config import TrainConfig
 from invrl.train.critic.critic_model import CriticModel, critic_shape

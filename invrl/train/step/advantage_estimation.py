@@ -22,9 +22,10 @@ from invrl.algorithms.advantages.token_advantages import (
     v_trace,
 )
 from invrl.algorithms.advantages.whitening import Moments, whiten
-from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.policy_loss.kl import estimate
 from invrl.algorithms.policy_loss.ratios import LOG_RATIO_BOUND
+from invrl.algorithms.tables import CriticConfig, KlConfig
 from invrl.train.batches.sharding import Shard
 from invrl.train.critic.critic import Targets
 from invrl.train.model.pipeline_schedule import SampleNumbers

@@ -16,6 +16,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -148,6 +149,25 @@ class HeartbeatPage:
         """Return how often a process in this place was killed because its heartbeats
         stopped."""
         return self._words[self._places + place]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeartbeats:
+    """The page as one worker uses it: it writes to its own place, and reads what all
+    workers are told."""
+
+    page: HeartbeatPage
+    place: int
+
+    def beat(self) -> None:
+        """Tell that the event loop runs."""
+        self.page.beat(self.place)
+
+    def count_wrong_reply(self) -> None:
+        self.page.count_wrong_reply(self.place)
+
+    def note_held_turns(self, count: int) -> None:
+        self.page.note_held_turns(self.place, count)
 
 
 def _page_bytes(workers: int) -> int:

@@ -28,6 +28,7 @@ from invrl.gateway.server.processes.heartbeat_page import (
     SUPERVISOR,
     HeartbeatPage,
     SilenceWatch,
+    WorkerHeartbeats,
     beat_interval_s,
     worker_place,
 )
@@ -153,16 +154,7 @@ class _Workers:
             self._parsers,
             place,
             [self._listener, *self._own_sockets[number : number + 1]],
-            beat=partial(self._heartbeats.beat, worker_place(number)),
-            run_ended=self._heartbeats.run_has_ended,
-            newest_version=self._heartbeats.newest_version,
-            on_wrong_reply=partial(
-                self._heartbeats.count_wrong_reply, worker_place(number)
-            ),
-            read_fleet=self._heartbeats.fleet,
-            note_held_turns=partial(
-                self._heartbeats.note_held_turns, worker_place(number)
-            ),
+            WorkerHeartbeats(self._heartbeats, worker_place(number)),
         )
         pid = _fork(work)
         _log.info("worker %d is process %d", number, pid)
