@@ -2,7 +2,8 @@
 from the lengths and rates of a run, at its own staleness and concurrency, over the time
 that its steps took.
 
-    python -m benchmarks.plan_errors record RUN_FOLDER --out benchmarks/results/plan/NAME.json
+    python -m benchmarks.plan_errors record RUN_FOLDER --note TEXT \
+        --out benchmarks/results/plan/NAME.json
     python -m benchmarks.plan_errors [--out FILE]
 
 The first keeps what a plan reads of a run: times of steps, and group, times and tokens
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +53,7 @@ class PlannedStep:
         return self.planned_s / self.recorded_s - 1
 
 
-def record(folder: RunFolder) -> dict[str, Any]:
+def record(folder: RunFolder, note: str) -> dict[str, Any]:
     """Return what a plan reads of a run."""
     config = load_resolved(folder.config_path)
     rows = [row for row in read_metrics(folder.metrics_path) if row.get("time/train_s")]
@@ -65,7 +65,7 @@ def record(folder: RunFolder) -> dict[str, Any]:
         "date": made.date,
         "commit": made.commit,
         "machine": made.machine,
-        "load_at_the_end": round(os.getloadavg()[0], 2),
+        "note": note,
         "settings": {
             "rollout": {
                 "rollout_batch_size": config.rollout.rollout_batch_size,
@@ -161,13 +161,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs="?", choices=("record",))
     parser.add_argument("run", nargs="?", type=Path)
+    parser.add_argument("--note", default="", help="what ran beside the run")
     parser.add_argument("--out", type=Path, help="the result as JSON")
     options = parser.parse_args(arguments)
     if options.command == "record":
         if options.run is None or options.out is None:
             parser.error("record needs RUN_FOLDER and --out")
         options.out.parent.mkdir(exist_ok=True)
-        options.out.write_text(json.dumps(record(RunFolder(path=options.run))) + "\n")
+        recorded = record(RunFolder(path=options.run), options.note)
+        options.out.write_text(json.dumps(recorded) + "\n")
         return 0
     result = compare_all()
     for run in result["runs"]:
