@@ -7,9 +7,12 @@ The score is the tokens per second that were asked for and trained, over the mos
 an engine and a trainer side by side can do: tokens of a batch over the longer of the
 packed generation (all slots in use) and the training step, with the mean of the lengths
 that were drawn. The steps that fill the pipeline, one more than the staleness allows,
-are left out. The score is 0 if the mean length
-of what was trained differs from that of what was asked for by more than 2 %, or if the
-lengths are distributed differently (Kolmogorov-Smirnov, p < 0.01).
+are left out. The score is 0 if the mean length of what was trained differs from that of
+what was asked for by more than 2 %, or if the lengths are distributed differently
+(Kolmogorov-Smirnov, p < 0.01).
+
+Runs that let a batch wait for old rollouts are also compared with the most that their
+rule allows (`benchmarks/waiting_optimum.py`): `of_optimum`.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from statistics import fmean
 import numpy as np
 from virtual_run import Setting, virtual_run
 
+from benchmarks.record import entry
+from benchmarks.waiting_optimum import Pace, least_seconds
 from invrl.buffer.config import Admission, WhenStale
 from invrl.buffer.selection import same_distribution
+from invrl.run.plan.workload import Workload
 
 _LENGTH_TOLERANCE = 0.02
 _SMALLEST_P = 0.01
@@ -66,14 +72,40 @@ def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
     is_biased = (
         abs(result.length_ratio - 1) > _LENGTH_TOLERANCE or p_value < _SMALLEST_P
     )
-    return {
+    measured = {
         "score": 0.0 if is_biased else speed,
         "speed": speed,
         "length_ratio": result.length_ratio,
         "p_value": p_value,
         "age_mean": float(np.mean(result.ages)),
         "age_p99": float(np.percentile(result.ages, 99)),
+        "age_max": float(max(result.ages)),
     }
+    if mode.when_stale == "wait":
+        optimum = waiting_tokens_per_s(workload, mode.max_staleness, num_steps)
+        measured["optimum"] = optimum / bound
+        measured["of_optimum"] = speed * bound / optimum
+    return measured
+
+
+def waiting_tokens_per_s(
+    workload: Workload, max_staleness: int, num_steps: int
+) -> float:
+    """Return the most tokens per second of the measured steps under the rule
+    `wait`."""
+    batches: list[list[float]] = []
+    for step in range(max_staleness + 1, num_steps):
+        batches.append([])
+        for number in range(step * workload.groups, (step + 1) * workload.groups):
+            batches[-1] += workload.lengths.of_group(number)
+    pace = Pace(
+        slots=workload.slots,
+        token_s=workload.token_s,
+        request_s=workload.request_s,
+        training_s=workload.training_s,
+    )
+    seconds = least_seconds(batches, max_staleness=max_staleness, pace=pace)
+    return sum(length for batch in batches for length in batch) / seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flush=True,
             )
     if given.out is not None:
-        result = {"num_steps": given.num_steps, "rows": rows}
+        made = entry("none, virtual time", {})
+        result = {
+            "date": made.date,
+            "commit": made.commit,
+            "num_steps": given.num_steps,
+            "rows": rows,
+        }
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -101,7 +101,8 @@ _lengths_left: dict[str, Iterator[int]] = {}
 async def ask_once(task: Task, endpoint: Endpoint) -> RolloutResult:
     """Make one turn of the task's next length."""
     if task.id not in _lengths_left:
-        _lengths_left[task.id] = iter(_WORKLOAD.lengths.of_group(int(task.id)))
+        lengths = _WORKLOAD.lengths.of_group(int(task.id))
+        _lengths_left[task.id] = iter([round(length) for length in lengths])
     num_tokens = next(_lengths_left[task.id])
     started_at = time.monotonic()
     await endpoint.openai().chat.completions.create(

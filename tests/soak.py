@@ -1,10 +1,12 @@
 """A real run in which processes are killed and stopped, at random or by plan, until the
 time is over.
 
-    python tests/soak.py --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
+    python tests/soak.py --minutes M [--faults N] [--kinds kill,stop] [--out FILE] \
+        [--seed S] [flags of `invrl train`]
 
 Writes its result as JSON (default: RUN_FOLDER/soak.json): what was done, when it was
-noticed, and what came of it. --seed also draws the faults.
+noticed, and what came of it. --seed also draws the faults; the run ends after N of them
+or after M minutes.
 
 Each fault strikes one role's process in one phase of the loop: kill -9, or SIGSTOP for
 90 s. The run must train on: by itself (a worker, the gateway), after a restart from its
@@ -29,8 +31,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import psutil
+from exactly_once import NotExactlyOnce, check_exactly_once
 
 from invrl.buffer.ledger.ledger_store import (
     check_lineage,
@@ -367,7 +371,7 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
     }
 
 
-def _coverage(faults: Sequence[Fault]) -> dict[str, object]:
+def _coverage(faults: Sequence[Fault], kinds: Sequence[str]) -> dict[str, object]:
     """Which kinds each role has met, in which phases, and what the time did not
     reach."""
     met = {(fault.role, fault.kind) for fault in faults}
@@ -381,27 +385,26 @@ def _coverage(faults: Sequence[Fault]) -> dict[str, object]:
                         if (fault.role, fault.kind) == (role, kind)
                     }
                 )
-                for kind in KINDS
+                for kind in kinds
             }
             for role in ROLES
         },
-        "every_role_killed_and_stopped": len(met) == len(ROLES) * len(KINDS),
         "missing": [
             f"{role}, {kind}"
             for role in ROLES
-            for kind in KINDS
+            for kind in kinds
             if (role, kind) not in met
         ],
     }
 
 
-def random_faults(seed: int) -> Iterator[tuple[str, str, str]]:
-    """Role, phase, kind. Every role killed once and stopped once, each in a phase of
-    its own, in random order, again and again: after four rounds every role has met each
+def random_faults(seed: int, kinds: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Role, phase, kind. Every role meets each kind once, each time in a phase drawn
+    for it, in random order, again and again: after four rounds every role has met each
     kind in every phase."""
     draw = random.Random(seed)
     first = {
-        (role, kind): draw.randrange(len(PHASES)) for role in ROLES for kind in KINDS
+        (role, kind): draw.randrange(len(PHASES)) for role in ROLES for kind in kinds
     }
     number = 0
     while True:
@@ -415,8 +418,12 @@ def main(arguments: Sequence[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(__doc__)
         return
-    options, flags = split_options(arguments, ["--minutes", "--out"])
-    minutes = _read_minutes(options.get("--minutes", "30"))
+    options, flags = split_options(
+        arguments, ["--minutes", "--faults", "--kinds", "--out"]
+    )
+    minutes = _read_positive("--minutes", options.get("--minutes", "30"))
+    num_faults = _read_positive("--faults", options.get("--faults", "1000000"))
+    kinds = _read_kinds(options.get("--kinds", ",".join(KINDS)))
     config = checked_configuration(flags, command="train")
     folder = make_run_folder(config)  # the drivers that the run starts hold it
     log_to_folder(folder)
@@ -431,56 +438,96 @@ def main(arguments: Sequence[str]) -> None:
     out = (
         Path(options.get("--out") or folder.path / "soak.json").expanduser().absolute()
     )
-    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+    result = soak(
+        folder,
+        flags,
+        minutes=minutes,
+        num_faults=num_faults,
+        kinds=kinds,
+        seed=config.run.seed,
+        out=out,
+    )
+    print(result)
 
 
-def _read_minutes(text: str) -> float:
+def _read_positive(flag: str, text: str) -> float:
     with contextlib.suppress(ValueError):
-        minutes = float(text)
-        if 0 < minutes < math.inf:
-            return minutes
-    raise ConfigError("--minutes", text, "not a number of minutes", "give --minutes 30")
+        number = float(text)
+        if 0 < number < math.inf:
+            return number
+    raise ConfigError(flag, text, "not a number above 0", f"give {flag} 30")
+
+
+def _read_kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if set(kinds) <= set(KINDS):
+        return kinds
+    reason = "not kinds of faults"
+    raise ConfigError("--kinds", text, reason, f"give some of {', '.join(KINDS)}")
 
 
 def soak(
-    folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path
+    folder: RunFolder,
+    flags: Sequence[str],
+    *,
+    minutes: float,
+    num_faults: float,
+    kinds: Sequence[str],
+    seed: int,
+    out: Path,
 ) -> str:
-    """Faults for `minutes`; writes the result as JSON to `out`, also of a run that
-    broke, with the reason. Raises what a broken run raises."""
+    """Inflict `num_faults`, or as many as `minutes` hold. Writes the result as JSON to
+    `out`, also of a run that broke, with the reason. Raises what a broken run
+    raises."""
     run = Soak(folder, flags)
     started = time.monotonic()
     checked: dict[str, int] = {}
     broke = ""
+    loads = [os.getloadavg()[0]]
     try:
         run.start()
-        for role, phase, kind in random_faults(seed):
-            if time.monotonic() - started > 60 * minutes:
+        for role, phase, kind in random_faults(seed, kinds):
+            is_over = time.monotonic() - started > 60 * minutes
+            if is_over or len(run.faults) >= num_faults:
                 break
             broke = f"{role}, {kind}, {phase}: "
             fault = run.inflict(role, phase, kind)
+            loads.append(os.getloadavg()[0])
             print(f"[{time.monotonic() - started:6.0f} s] {fault}", flush=True)
         broke = "at the end: "
-        checked = check_run(folder, run.finish())
+        steps = run.finish()
+        checked = check_run(folder, steps) | check_exactly_once(folder.store_path)
         broke = ""
-    except InvrlError as error:
+    except (InvrlError, NotExactlyOnce) as error:
         broke += str(error)
         raise
     finally:
         run.stop()
         result = {
+            "commit": _commit(),
+            "flags": list(flags),
+            "load_mean": round(fmean(loads), 2),
+            "cores": os.cpu_count(),
             "seed": seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "faults": len(run.faults),
             "outcomes": Counter(
                 f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in run.faults
             ),
-            "covered": _coverage(run.faults),
+            "covered": _coverage(run.faults, kinds),
             "run": checked,
             "broke": broke,
             "each": [asdict(fault) for fault in run.faults],
         }
         out.write_text(json.dumps(result, indent=2) + "\n")
     return f"{len(run.faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    return subprocess.run(
+        git, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

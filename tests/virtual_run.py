@@ -137,7 +137,7 @@ async def _run(
     )
     asked: list[int] = []
     for number in range(num_settled):
-        asked += workload.lengths.of_group(number)
+        asked += [round(length) for length in workload.lengths.of_group(number)]
     batch_tokens: list[int] = []
     trained_of_asked: list[int] = []
     ages: list[int] = []

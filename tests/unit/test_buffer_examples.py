@@ -391,10 +391,26 @@ def test_batch_waits_for_the_group_that_would_become_too_old() -> None:
     lease_all(buffer)
     complete(buffer, "g2", oldest=1, newest=1)
     assert buffer.take() is None
-    assert "a group in flight would become too old (--when-stale wait)" in str(buffer)
+    assert "groups in flight would become too old (--when-stale wait)" in str(buffer)
     complete(buffer, "g0", oldest=0, newest=1)
     assert train_next(buffer) == ["g0"]
     assert train_next(buffer) == ["g2"]
+
+
+def test_batch_waits_if_more_old_groups_would_be_left_than_the_next_one_holds() -> None:
+    """Two groups are as old as two versions allow, and a batch holds one."""
+    buffer = make(staleness=2, batch=1, when_stale="wait")
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g0", "g1", "g2"]
+    complete(buffer, "g2")
+    assert train_next(buffer) == ["g2"]
+    lease_all(buffer)
+    complete(buffer, "g3", oldest=1, newest=1)
+    assert buffer.take() is None
+    complete(buffer, "g1", oldest=0, newest=1)
+    assert train_next(buffer) == ["g1"]
+    complete(buffer, "g0", oldest=0, newest=2)
+    assert train_next(buffer) == ["g0"]
+    assert train_next(buffer) == ["g3"]
 
 
 def test_batch_waits_for_a_retry_beside_which_an_old_rollout_has_finished() -> None:

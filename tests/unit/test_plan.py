@@ -27,7 +27,7 @@ from invrl.run.plan.plan import (
     present_workload,
     with_enough_slots,
 )
-from invrl.run.plan.recorded_workload import engine_rates, read_run
+from invrl.run.plan.recorded_workload import engine_rates, paced_lengths, read_run
 from invrl.run.plan.virtual_run import VirtualRun
 from invrl.run.plan.workload import LognormalLengths, RecordedLengths, Workload
 from invrl.run.settings.config import resolve
@@ -186,6 +186,21 @@ def test_rates_of_an_engine_follow_from_overlapping_rollouts() -> None:
     assert engine_rates(rollouts, 1) == (pytest.approx(0.01), pytest.approx(0.002))
 
 
+def test_request_adds_at_most_the_time_of_a_step_alone() -> None:
+    """Rollouts that all ran in the same company do not show it."""
+    rollouts = [rollout(0.0, 100, 1.6)] * 8
+    token_s, request_s = engine_rates(rollouts, 1)
+    assert token_s + 7 * request_s == pytest.approx(0.016)
+    assert token_s >= request_s
+
+
+def test_rollout_that_took_longer_than_its_tokens_counts_as_longer() -> None:
+    rollouts = [rollout(0.0, 100, 2.0), rollout(0.0, 100, 1.0)]
+    rollouts += [rollout(10.0, 50, 0.5)] * 8
+    lengths = paced_lengths(rollouts, 1, token_s=0.01, request_s=0.0)
+    assert lengths == [pytest.approx(200), pytest.approx(100)] + [pytest.approx(50)] * 8
+
+
 def test_rollouts_of_a_run_predict_its_steps() -> None:
     """Only their times, tokens and groups are known."""
     workload = SETTINGS[0].workload
@@ -246,7 +261,7 @@ def test_plan_reads_lengths_and_rates_of_a_run(
     run = recorded(tmp_path)
     write_steps(run)
     read, lengths = read_run(run.folder)
-    assert lengths.groups == [[9] * 8, [9] * 8]
+    assert lengths.groups == [pytest.approx([9] * 8)] * 2
     assert (read.training_s, read.update_s) == (3.0, 0.5)
     assert read.length_mean == 9
     # sixteen rollouts of 9 tokens together for a second

@@ -23,17 +23,17 @@ When a group is dropped, the places of its members in flight end immediately, an
 outcomes of such rollouts change nothing.
 
 The age of a running rollout's tokens is unknown before its outcome, but none is older
-than the version at its lease. With `when_stale` "wait" a batch is not taken while a
-running rollout was leased so early that its tokens would be too old for the batch after
-it. With "drop", `suspects` names the groups in which a running member may hold tokens
-that are too old. The owner of the buffer looks up what those rollouts have sampled and
-passes it to `note_sampled`, which drops a group as soon as a running member holds a
-token that is too old.
+than the version at its lease. With `when_stale` "wait" a batch is not taken if the
+groups that it leaves behind, taken oldest first with each of the next versions, would
+not all be young enough for their batch. With "drop", `suspects` names the groups in
+which a running member may hold tokens that are too old. The owner of the buffer looks
+up what those rollouts have sampled and passes it to `note_sampled`, which drops a group
+as soon as a running member holds a token that is too old.
 """
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Unpack
 
 from invrl.buffer.admission import configured_admission
@@ -219,16 +219,16 @@ class GroupBuffer:
 
     def take(self) -> TakenBatch | None:
         """Return the next batch of whole groups, oldest first; None if it is not
-        complete yet, or waits for a group that would become too old. Raises
+        complete yet, or waits for groups that would become too old. Raises
         BufferStateError while the previous batch is out."""
         if self._batch is not None:
             raise BufferStateError(
                 f"batch {self._batch.batch_id} is out: call trained and advance first"
             )
-        eligible = sorted(self._eligible(), key=lambda group: group.age)
-        if len(eligible) < self._batch_size or self._would_become_stale():
+        oldest = self._oldest_eligible()
+        if len(oldest) < self._batch_size or self._leaves_too_old(oldest):
             return None
-        self._taken = eligible[: self._batch_size]
+        self._taken = oldest
         batch = TakenBatch(
             batch_id=self._batches_taken,
             version=self.version,
@@ -389,8 +389,8 @@ class GroupBuffer:
         ready = f"{len(self._ready)} ready" + early_groups(num_early)
         in_flight = f"{len(self._in_flight)} in flight ({self._admission})"
         old = ""
-        if self._would_become_stale():
-            old = "a group in flight would become too old (--when-stale wait)"
+        if self._leaves_too_old(self._oldest_eligible()):
+            old = "groups in flight would become too old (--when-stale wait)"
         parts = [
             f"{self._batch_size} groups",
             f"{ready}, {in_flight}",
@@ -449,6 +449,11 @@ class GroupBuffer:
 
     def _eligible(self) -> list[OpenGroup]:
         return [group for group in self._ready.values() if self._may_be_taken(group)]
+
+    def _oldest_eligible(self) -> list[OpenGroup]:
+        """Return the groups of the next batch, fewer if it is not complete."""
+        eligible = sorted(self._eligible(), key=lambda group: group.age)
+        return eligible[: self._batch_size]
 
     def _check_trained(self) -> None:
         if self._batch is not None and self._taken:
@@ -540,25 +545,27 @@ class GroupBuffer:
         return WeightVersion(self.version - self._max_staleness)
 
     def _is_dropped_as_stale(self, group: OpenGroup) -> bool:
-        return self._when_stale == "drop" and self._has_tokens_before(
-            group, self._oldest_allowed
-        )
-
-    def _has_tokens_before(self, group: OpenGroup, version: WeightVersion) -> bool:
+        if self._when_stale != "drop":
+            return False
         versions = group.versions()
-        return versions is not None and versions[0] < version
+        return versions is not None and versions[0] < self._oldest_allowed
 
-    def _would_become_stale(self) -> bool:
-        """Whether the batch has to wait for a group in flight, which would be too old
-        for the next one."""
+    def _leaves_too_old(self, batch: Sequence[OpenGroup]) -> bool:
+        """Whether some of the groups that this batch leaves behind would be too old
+        when they are taken, oldest first, a batch with each of the next versions."""
         if self._when_stale != "wait":
             return False
-        oldest_allowed_next = WeightVersion(self._oldest_allowed + 1)
-        return any(
-            self._runs_since(group, oldest_allowed_next)
-            or self._has_tokens_before(group, oldest_allowed_next)
-            for group in self._in_flight.values()
-        )
+        taken = {group.id for group in batch}
+        left_behind: list[WeightVersion] = []
+        for group in [*self._in_flight.values(), *self._ready.values()]:
+            oldest = group.oldest_version
+            if group.id not in taken and oldest is not None:
+                left_behind.append(oldest)
+        for place, oldest in enumerate(sorted(left_behind)):
+            taken_under = self.version + 1 + place // self._batch_size
+            if taken_under - oldest > self._max_staleness:
+                return True
+        return False
 
     def _runs_since(self, group: OpenGroup, version: WeightVersion) -> bool:
         """Whether a running member of the group was leased before `version`."""

@@ -97,6 +97,17 @@ class OpenGroup:
         return oldest, newest
 
     @property
+    def oldest_version(self) -> WeightVersion | None:
+        """Version of the oldest token that the group has or that a running rollout may
+        have; None if there is no such token."""
+        running = self.members(RolloutState.IN_FLIGHT)
+        oldest = [self.leased_under[index] for index in running]
+        versions = self.versions()
+        if versions is not None:
+            oldest.append(versions[0])
+        return min(oldest, default=None)
+
+    @property
     def age(self) -> tuple[int, int]:
         """Sort key: the oldest token, then the group's number."""
         oldest = WeightVersion(0)

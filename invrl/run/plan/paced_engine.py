@@ -22,7 +22,7 @@ class PacedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._num_running = 0
 
-    async def generate(self, num_tokens: int) -> None:
+    async def generate(self, num_tokens: float) -> None:
         self._catch_up()
         ended = self._loop.create_future()
         self._num_running += 1

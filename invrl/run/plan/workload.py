@@ -24,7 +24,7 @@ _BATCHES = 40
 
 
 class Lengths(Protocol):
-    def of_group(self, number: int) -> Sequence[int]:
+    def of_group(self, number: int) -> Sequence[float]:
         """Return the lengths of a group's rollouts, in tokens."""
         ...
 
@@ -52,9 +52,9 @@ class LognormalLengths:
 class RecordedLengths:
     """Lengths of recorded groups, which repeat."""
 
-    groups: Sequence[Sequence[int]]
+    groups: Sequence[Sequence[float]]
 
-    def of_group(self, number: int) -> Sequence[int]:
+    def of_group(self, number: int) -> Sequence[float]:
         return self.groups[number % len(self.groups)]
 
 
@@ -89,11 +89,11 @@ class Workload:
         return self.token_s + self.request_s * further
 
     @cached_property
-    def batches(self) -> Sequence[Sequence[int]]:
+    def batches(self) -> Sequence[Sequence[float]]:
         """Lengths of the first batches."""
-        batches: list[Sequence[int]] = []
+        batches: list[Sequence[float]] = []
         for first in range(0, _BATCHES * self.groups, self.groups):
-            batch: list[int] = []
+            batch: list[float] = []
             for number in range(first, first + self.groups):
                 batch += self.lengths.of_group(number)
             batches.append(batch)
@@ -129,7 +129,7 @@ class Workload:
         """Most that an asynchronous run is faster than a synchronous one."""
         return (self.barrier_s + self.trainer_s) / self.best_step_s
 
-    def _generation_s(self, lengths: Sequence[int]) -> float:
+    def _generation_s(self, lengths: Sequence[float]) -> float:
         """Return the time until rollouts of these lengths, started in this order as
         slots become free, have ended."""
         waiting = list(reversed(lengths))
