@@ -70,7 +70,7 @@ def benchmark_training(arguments: Sequence[str]) -> None:
         model=f"{Path(settings.model_path).name} {settings.train.train_dtype}",
         settings={
             "tokens": settings.num_tokens,
-            "max_tokens_per_micro_batch": settings.train.max_tokens_per_micro_batch,
+            "max_tokens_per_micro_batch": settings.train.micro_batch_tokens,
             "repetitions": settings.repetitions,
         },
         targets=TARGETS | (GPU_TARGETS if count_gpus() else {}),

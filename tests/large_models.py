@@ -50,6 +50,22 @@ QWEN3: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
 }
 """Shapes of the published models, by their names."""
 
@@ -84,7 +100,6 @@ def _shapes(config: Mapping[str, object]) -> Iterator[tuple[str, list[int]]]:
     hidden = size("hidden_size")
     heads = size("num_attention_heads") * size("head_dim")
     key_heads = size("num_key_value_heads") * size("head_dim")
-    middle = size("intermediate_size")
     yield "model.embed_tokens.weight", [size("vocab_size"), hidden]
     yield "model.norm.weight", [hidden]
     if not config["tie_word_embeddings"]:
@@ -99,6 +114,16 @@ def _shapes(config: Mapping[str, object]) -> Iterator[tuple[str, list[int]]]:
         yield f"{of_layer}.self_attn.o_proj.weight", [hidden, heads]
         yield f"{of_layer}.self_attn.q_norm.weight", [size("head_dim")]
         yield f"{of_layer}.self_attn.k_norm.weight", [size("head_dim")]
-        yield f"{of_layer}.mlp.gate_proj.weight", [middle, hidden]
-        yield f"{of_layer}.mlp.up_proj.weight", [middle, hidden]
-        yield f"{of_layer}.mlp.down_proj.weight", [hidden, middle]
+        if "num_experts" not in config:
+            yield from _mlp(f"{of_layer}.mlp", hidden, size("intermediate_size"))
+            continue
+        yield f"{of_layer}.mlp.gate.weight", [size("num_experts"), hidden]
+        for expert in range(size("num_experts")):
+            name = f"{of_layer}.mlp.experts.{expert}"
+            yield from _mlp(name, hidden, size("moe_intermediate_size"))
+
+
+def _mlp(name: str, hidden: int, middle: int) -> Iterator[tuple[str, list[int]]]:
+    yield f"{name}.gate_proj.weight", [middle, hidden]
+    yield f"{name}.up_proj.weight", [middle, hidden]
+    yield f"{name}.down_proj.weight", [hidden, middle]

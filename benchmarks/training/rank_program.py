@@ -66,7 +66,7 @@ def measure(settings: LayoutSettings) -> dict[str, object]:
     batch = make_batch(
         settings.workload,
         num_tokens=settings.num_tokens,
-        longest=settings.train.max_tokens_per_micro_batch,
+        longest=settings.train.micro_batch_tokens,
         vocab_size=read_hf_config(settings.model_path).vocab_size,
     )
     shard = shard_batch(batch, ranks=layout.data, steps=1)[

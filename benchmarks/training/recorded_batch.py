@@ -39,7 +39,7 @@ def measure_trainer(
     unshared = config.train.model_copy(update={"share_prefixes": False})
     plain = HuggingFaceStep(model_path, config.train, config.algorithm)
     padded = pad_batch(
-        batch, tokens=config.train.max_tokens_per_micro_batch, sorted_by_length=True
+        batch, tokens=config.train.micro_batch_tokens, sorted_by_length=True
     )
 
     def ours(train: TrainConfig) -> Callable[[], None]:

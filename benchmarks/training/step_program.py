@@ -77,7 +77,7 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
         batch = make_batch(
             workload,
             num_tokens=settings.num_tokens,
-            longest=settings.train.max_tokens_per_micro_batch,
+            longest=settings.train.micro_batch_tokens,
             vocab_size=vocab_size,
         )
         [shard] = shard_batch(batch, ranks=1, steps=1)
@@ -87,9 +87,7 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
             result = rank.train(shard)
             phases.append({**result.seconds, "total": time.monotonic() - started})
 
-        padded = _padded_batches(
-            workload, batch, settings.train.max_tokens_per_micro_batch
-        )
+        padded = _padded_batches(workload, batch, settings.train.micro_batch_tokens)
         steps = {
             "trainer": ours,
             **{name: partial(plain.run, rows) for name, rows in padded.items()},

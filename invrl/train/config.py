@@ -17,6 +17,9 @@ from invrl.types.section import Section
 if TYPE_CHECKING:
     from invrl.families.model_config import HuggingFaceConfig
 
+MICRO_BATCH_TOKENS = 4096
+"""Packed tokens of a micro-batch, if no setting and no GPU decides."""
+
 
 class TrainConfig(Section):
     """The trainer: ranks, precision, optimizer, packing, deadlines.
@@ -102,10 +105,10 @@ class TrainConfig(Section):
         description="optimizer steps in a row that may be skipped because the loss or the gradient is NaN or "
         "infinite; the last of them ends the run",
     )
-    max_tokens_per_micro_batch: PositiveInt = Field(
-        4096,
+    max_tokens_per_micro_batch: PositiveInt | None = Field(
+        None,
         description="packed tokens of one micro-batch, on each context-parallel rank; a longer conversation "
-        "is a micro-batch alone",
+        "is a micro-batch alone; left out: 4096, on GPUs up to 16384 if the estimate of memory allows it",
     )
     max_sample_tokens: PositiveInt | None = Field(
         None,
@@ -136,6 +139,11 @@ class TrainConfig(Section):
     use_distributed_optimizer: bool = Field(
         True, description="shard optimizer state over all ranks"
     )
+    optimizer_cpu_offload: bool = Field(
+        False,
+        description="keep float32 master weights and Adam's moments in main memory (12 bytes a parameter, "
+        "divided as the optimizer's state is) and compute the optimizer step there; the same results, a slower step",
+    )
     max_shard_gb: PositiveFloat = Field(
         50.0,
         description="largest file of weights in an exported model, in GB (10^9 bytes)",
@@ -151,7 +159,8 @@ class TrainConfig(Section):
     def micro_batch_tokens(self) -> int:
         """Maximum number of packed tokens of a micro-batch of several rows, on all
         context-parallel ranks together."""
-        return self.max_tokens_per_micro_batch * self.context_parallel_size
+        tokens = self.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS
+        return tokens * self.context_parallel_size
 
     @property
     def records_experts(self) -> bool:

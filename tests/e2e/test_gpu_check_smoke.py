@@ -14,7 +14,10 @@ from slow_cases import first_quick
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 500
-STAGES = [["machine", "same_step"], ["machine", "logprobs", "flex", "ipc_bucket"]]
+STAGES = [
+    ["machine", "same_step"],
+    ["machine", "logprobs", "flex", "offload", "ipc_bucket"],
+]
 
 
 @pytest.mark.parametrize("stages", first_quick(STAGES), ids=" ".join)

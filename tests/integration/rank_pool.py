@@ -578,6 +578,21 @@ class RankProcess:
         """Of what goes to the host's memory while the rank sleeps."""
         return sum(state.nbytes for state in self._rank._training_memory._states())
 
+    def stage_gradients(self, num_bytes: int) -> int:
+        """From now on gradients of so many bytes are in main memory together; gives the
+        number of such groups of the optimizer that has fewest."""
+        from invrl.train.runtime import offloaded_optimizer as module
+
+        module.STAGED_GRADIENT_BYTES = num_bytes
+        counts: list[int] = []
+        for part in self._rank._step.optimizer.chained_optimizers:
+            if not isinstance(part, module.OffloadedOptimizer):
+                continue  # it has no parameter on this rank
+            shares = [share for group in part._groups for share in group]
+            part._groups = list(module._grouped(shares))
+            counts.append(len(part._groups))
+        return min(counts)
+
     def train(self, shard: Shard) -> StepResult:
         return self._rank.train(shard)
 

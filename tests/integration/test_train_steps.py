@@ -273,12 +273,12 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_saving_needs_the_memory_of_a_few_tensors(
+def test_saving_and_loading_need_the_memory_of_a_few_tensors(
     pool: RankPool, tmp_path: Path, ranks: int
 ) -> None:
     """Megatron's own saver copies the optimizer's state two or three times, and forks
-    its writers. A copy to write beside training takes what the estimate says, on one
-    rank."""
+    its writers; its loader holds all of the state on each of two ranks. A copy to write
+    beside training takes what the estimate says, on one rank."""
     model = make_tiny_model(
         tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4
     )
@@ -292,6 +292,8 @@ def test_saving_needs_the_memory_of_a_few_tensors(
             folders = [str(tmp_path / f"{method}-{rank}") for rank in range(ranks)]
         grown = trainer.call("growth", [(method, folder) for folder in folders])
         assert max(grown) < state / 4, method
+    grown = trainer.each("growth", ("load", str(tmp_path / "save")))
+    assert max(grown) < state / 4, "load"
     trainer.each("hold_writer")
     copies = [
         (str(tmp_path / "copied-model"), str(tmp_path / "copied")),

@@ -32,7 +32,7 @@ def write(folder: Path) -> tuple[list[str], _Writer]:
         return None
 
     late = LateTensors()
-    late.placeholder(4, gather)
+    late.add(4, gather)
     writer = _Writer(folder, late, {})
     item = WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO)
     planner: Any = Planner()

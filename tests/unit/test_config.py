@@ -523,6 +523,12 @@ def test_configuration_is_frozen() -> None:
             "wait for a batch too long",
             "--when-stale",
         ),
+        (
+            ["--optimizer-cpu-offload", "--no-use-distributed-optimizer"],
+            "train.optimizer_cpu_offload",
+            "only the distributed optimizer",
+            "--no-use-distributed-optimizer",
+        ),
         (["--colocate", "--debug-rollout-only"], "run.colocate", "not both", "leave"),
         (
             ["--colocate", "--debug-train-only", "--load-rollout-data", "x"],

@@ -948,6 +948,23 @@ def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "flag_of_offloading", ["--optimizer-cpu-offload", "--colocate"]
+)
+def test_memory_check_counts_an_optimizer_in_main_memory(
+    plot: Plot, flag_of_offloading: str
+) -> None:
+    """Two ranks on GPUs have it there together, with gradients on their way."""
+    machine = replace(plot.machine, gpus=4, gpu_memory_bytes=80 * 10**9)
+    plot.flags["--data-parallel-size"] = "2"
+    needed: list[float] = []
+    for more in ([], [flag_of_offloading]):
+        config = resolve(*parse_flags([*plot.arguments, *more]))
+        needed.append(machine_checks._needed_memory(config, machine))
+    size = ModelSize.of(plot.model, read_hf_config(plot.model))
+    assert needed[1] - needed[0] == pytest.approx((12 + 2 * 4) * size.total)
+
+
+@pytest.mark.parametrize(
     ("missing", "more", "code", "said"),
     [
         (0, (), 0, ""),

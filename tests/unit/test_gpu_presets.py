@@ -33,8 +33,9 @@ def trainer_bytes(config: Config, *, gpus: int, gpu_bytes: int) -> float:
     ("preset", "size", "gpus", "gpu_bytes"),
     [
         ("gpu_24gb", "0.6B", 1, CARD_24),
-        ("gpu_80gb", "1.7B", 1, CARD_80),
+        ("gpu_80gb", "4B", 1, CARD_80),
         ("gpu_8x80gb", "8B", 8, CARD_80),
+        ("gpu_8x80gb_moe", "30B-A3B", 8, CARD_80),
     ],
 )
 def test_preset_fits_its_cards(
@@ -55,10 +56,12 @@ def test_preset_fits_its_cards(
     assert tokens >= 4 * (config.train.max_sample_tokens or 0)
 
 
-def test_larger_models_than_the_presets_are_for_do_not_fit(tmp_path: Path) -> None:
-    four = configured("gpu_80gb", make_large_model(tmp_path / "4B", "4B"))
-    assert trainer_bytes(four, gpus=1, gpu_bytes=CARD_80) > WARNED_FROM * CARD_80
-    layout = ("--tensor-model-parallel-size", "2", "--data-parallel-size", "2")
-    model = make_large_model(tmp_path / "8B", "8B")
-    eight = configured("gpu_8x80gb", model, *layout)
-    assert trainer_bytes(eight, gpus=8, gpu_bytes=CARD_80) > CARD_80
+def test_presets_hold_their_models_only_as_they_are(tmp_path: Path) -> None:
+    """With the optimizer in main memory, or with the model divided."""
+    four = make_large_model(tmp_path / "4B", "4B")
+    on_gpu = configured("gpu_80gb", four, "--no-optimizer-cpu-offload")
+    assert trainer_bytes(on_gpu, gpus=1, gpu_bytes=CARD_80) > CARD_80
+    eight = make_large_model(tmp_path / "8B", "8B")
+    layout = ("--tensor-model-parallel-size", "1", "--data-parallel-size", "4")
+    undivided = configured("gpu_8x80gb", eight, *layout)
+    assert trainer_bytes(undivided, gpus=8, gpu_bytes=CARD_80) > CARD_80

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from invrl.train.runtime.kernels import Kernels
+from invrl.train.runtime.kernels import Kernels, fused_adam
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ def test_best_installed_kernels_are_named(
     )
     assert attention in kernels.attention
     assert kernels.optimizer == optimizer
+    assert (fused_adam() or "torch AdamW") == optimizer
     assert "flash-attn" not in str(kernels)
     assert "experts" not in str(kernels)
     packages.add("flash_attn")

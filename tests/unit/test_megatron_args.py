@@ -56,8 +56,8 @@ def test_megatron_values_are_converted_to_the_type_of_their_field() -> None:
         ("calculate_per_token_loss", False, "training step"),
         ("overlap_param_gather", True, "go to the engines"),
         ("expert_tensor_parallel_size", 2, "save every expert whole"),
-        ("optimizer_cpu_offload", True, "needs TransformerEngine"),
-        ("optimizer_offload_fraction", 0.5, "--data-parallel-size"),
+        ("optimizer_cpu_offload", True, "--optimizer-cpu-offload"),
+        ("optimizer_offload_fraction", 0.5, "needs TransformerEngine"),
         ("tensor_model_parallel_size", 2, "--tensor-model-parallel-size"),
         ("sequence_parallel", True, "--tensor-model-parallel-size"),
         ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
@@ -85,8 +85,8 @@ def test_refused_megatron_options_name_the_fix(
 
 
 def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
-    """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may
-    have it."""
+    """Why `--optimizer-cpu-offload` is not Megatron's. Where this fails, a newer Megatron
+    may have it."""
     from invrl.train.runtime import device
 
     device.prepare()

@@ -184,16 +184,35 @@ def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(
-    model: Path,
+    model: Path, ranks: int
 ) -> None:
-    """Each of several replicas then holds the whole optimizer's state once."""
-    estimate = estimated(model, max_tokens_per_micro_batch=1)
-    assert (
-        estimated(model, data_parallel_size=2, max_tokens_per_micro_batch=1).step
-        == estimate.optimizer
-    )
-    assert estimate.step < estimate.optimizer
+    """The largest tensor is then there twice in float32, whether or not ranks share the
+    optimizer's state."""
+    size = ModelSize.of(model, read_hf_config(model))
+    loading = estimated(model, data_parallel_size=ranks, max_tokens_per_micro_batch=1)
+    assert loading.step == 2 * 4 * size.vocabulary
+    assert loading.step < loading.optimizer
+
+
+def test_offloaded_optimizer_counts_in_main_memory(model: Path) -> None:
+    """Two buffers for gradients have at most the bytes of all of them."""
+    size = ModelSize.of(model, read_hf_config(model))
+    offloaded: dict[str, Any] = {"optimizer_cpu_offload": True, "on_cuda": True}
+    plain = estimated(model, on_cuda=True)
+    moved = budget(model, **offloaded)
+    assert plain.optimizer == 12 * size.total
+    assert moved.largest().optimizer == 0
+    without_state = plain.total - plain.optimizer
+    assert moved.largest().total == pytest.approx(without_state)
+    assert moved.offloaded_bytes == (12 + 2 * 4) * size.total
+    halves = budget(model, data_parallel_size=2, **offloaded)
+    assert halves.offloaded_bytes == moved.offloaded_bytes
+    stages = budget(model, pipeline_model_parallel_size=2, **offloaded)
+    assert stages.offloaded_bytes == moved.offloaded_bytes
+    on_cpu = estimated(model, train_dtype="float32", optimizer_cpu_offload=True)
+    assert on_cpu.optimizer == moved.offloaded_bytes
 
 
 @pytest.mark.parametrize(
@@ -234,11 +253,11 @@ def test_checkpoint_written_during_training_counts_on_the_ranks_that_write(
 def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(
     model: Path,
 ) -> None:
-    replicas = {"data_parallel_size": 2, "max_tokens_per_micro_batch": 1}
-    estimate = estimated(model, max_tokens_per_micro_batch=1)
-    copying = estimated(model, copies_checkpoints=True, **replicas)
-    assert copying.step == estimate.step
-    assert copying.step + copying.copy > estimated(model, **replicas).step
+    settings: dict[str, Any] = {"max_tokens_per_micro_batch": 1}
+    alone = estimated(model, **settings)
+    copying = estimated(model, copies_checkpoints=True, **settings)
+    assert copying.copy > alone.step
+    assert copying.step < alone.step
 
 
 def test_memory_of_a_step_grows_with_its_tokens(model: Path) -> None:

@@ -23,6 +23,7 @@ from invrl.cli.checks.check_warnings import CheckWarning
 from invrl.cli.checks.machine import Machine
 from invrl.observe.sinks.trace_checks import check_traces
 from invrl.observe.sinks.tracker_checks import check_trackers
+from invrl.run.processes.gpu_fit import fitted_to_gpus
 from invrl.run.settings.config import Config
 from invrl.run.settings.folder import check_run_folder
 
@@ -266,10 +267,17 @@ def _is_needed(check: Check, config: Config) -> bool:
     return config.trains_on_data and check.on_data
 
 
+def fitted(config: Config, machine: Machine) -> Config:
+    """Return the configuration with what the machine's GPUs decide in a run."""
+    return fitted_to_gpus(config, gpus=machine.gpus, gpu_bytes=machine.gpu_memory_bytes)
+
+
 def check_before_start(command: str, config: Config, machine: Machine) -> list[str]:
     """Make the checks of the command. Raises ConfigError at the first that fails;
     returns the warnings."""
     warnings: list[str] = []
+    if command in TRAIN:
+        config = fitted(config, machine)
     for check in select_checks(command, config):
         try:
             check.look(config, machine)

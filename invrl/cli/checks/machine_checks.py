@@ -217,7 +217,8 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
         value += f", of {available / _GB:.1f} GB of a GPU"
         fix = (
             "lower --max-tokens-per-micro-batch, add --megatron-recompute-granularity full "
-            "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, or divide the model with "
+            "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, keep the optimizer in main "
+            "memory with --optimizer-cpu-offload, or divide the model with "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size"
         )
         if estimate.total > 1.3 * available:
@@ -286,7 +287,8 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     """Estimate the bytes of a run. An engine's process takes 1.5 GB and an engine its
     weights twice, a trainer rank `MemoryBudget`, the rest of the run 2 GB. One rank
     stages weights. On a GPU engines and ranks hold theirs elsewhere, and their weights
-    pass through memory once. Checkpoints are copied into it."""
+    pass through memory once. Checkpoints are copied into it, and the optimizer's state
+    is there always (`--optimizer-cpu-offload`) or while engines use the GPUs."""
     weights = _weight_bytes(config)
     engines = 0 if config.trains_alone else config.engine.num_engines
     layout = config.train.layout
@@ -294,7 +296,10 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     copies = budget.copy_bytes if budget else 0.0
     if machine.gpus:
         staged = 0 if _arena_on_gpu(config, machine) else 2 * weights
-        return 2 * _GB + staged + weights * (engines + layout.data) + copies
+        needed = 2 * _GB + staged + weights * (engines + layout.data) + copies
+        if budget and (config.train.optimizer_cpu_offload or config.run.colocate):
+            needed += budget.offloaded_bytes * config.num_ranks / layout.world_size
+        return needed
     processes = engines * config.engine.tp_size
     needed = 2 * _GB + processes * 1.5 * _GB + 2 * engines * weights + copies
     if budget is None:

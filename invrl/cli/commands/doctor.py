@@ -14,7 +14,7 @@ from pathlib import Path
 
 from invrl.cli.checks import machine
 from invrl.cli.checks.check_warnings import CheckWarning, LikelyFailure
-from invrl.cli.checks.checklist import Check, select_checks
+from invrl.cli.checks.checklist import Check, fitted, select_checks
 from invrl.cli.checks.machine import Machine
 from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
@@ -83,6 +83,7 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     if not mistakes:
         value = " ".join(arguments) or "defaults"
         findings.append(Finding(check=_CONFIGURATION, status=Status.OK, value=value))
+        config = fitted(config, machine)
     not_passed: set[str] = set()
     for check in select_checks("doctor", config):
         if check.needs in not_passed:

@@ -75,8 +75,10 @@ def run_evaluation_in_folder(arguments: Sequence[str]) -> None:
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
     """Evaluate, printing scores as they come and a table at the end. Raises InvrlError
     with the cause of a failure."""
+    from invrl.engines.launch.engine_server import count_gpus
     from invrl.rollout.dispatch.dispatcher import first_to_fail
     from invrl.run.processes.cluster import all_started, create_rollouts
+    from invrl.run.processes.gpu_plan import plan_engines
     from invrl.run.processes.ray_session import start_ray
     from invrl.run.processes.serving import start_serving
     from invrl.run.processes.tokenizer import keep_tokenizer
@@ -88,13 +90,18 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.described}; run folder {folder.path}")
+    gpus = plan_engines(config, count_gpus())
+    if gpus is not None:
+        note(f"GPUs: {gpus}")
     for sentence in guess_notes(config.rollout):
         note(f"note: {sentence}")
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         stack.enter_context(incidents_shown(note))
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
-        serving = await stack.enter_async_context(start_serving(config, folder))
+        serving = await stack.enter_async_context(
+            start_serving(config, folder, gpus=gpus)
+        )
         starting = StartingParts()
         with print_waits(starting.awaited):
             with starting.part("Ray"):

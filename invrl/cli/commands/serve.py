@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from invrl.cli.run_process import checked_configuration, failure_reported, log_to_folder
 from invrl.engines.client.sglang_client import EngineLimits
-from invrl.engines.launch.engine_server import max_total_tokens
+from invrl.engines.launch.engine_server import count_gpus, max_total_tokens
 from invrl.host.files.disk_waits import watch_disks
 from invrl.host.files.temporary_folder import remove_abandoned
 from invrl.host.output.incidents import incidents_shown
@@ -50,12 +50,16 @@ def serve(arguments: Sequence[str]) -> None:
 async def serve_model(config: Config, folder: RunFolder) -> None:
     """Serve until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
     left and none comes back."""
+    from invrl.run.processes.gpu_plan import plan_engines
     from invrl.run.processes.served_metrics import ServedMetrics
     from invrl.run.processes.serving import start_serving
     from invrl.run.processes.tokenizer import keep_tokenizer
 
     remove_abandoned()
     keep_tokenizer(config, folder)
+    gpus = plan_engines(config, count_gpus())
+    if gpus is not None:
+        print(f"GPUs: {gpus}", flush=True)
     async with AsyncExitStack() as stack:
         stack.enter_context(
             incidents_shown(lambda line: print(for_stdout(line), flush=True))
@@ -63,7 +67,7 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(
-            start_serving(with_long_answers(config), folder)
+            start_serving(with_long_answers(config), folder, gpus=gpus)
         )
         print(
             f"starting {config.engine.described} behind {serving.fleet.router.program}; "

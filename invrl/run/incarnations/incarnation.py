@@ -23,7 +23,7 @@ from invrl.algorithms.objectives.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.buffer.samples.training_samples import build_batch
-from invrl.engines.launch.engine_server import count_gpus
+from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
 from invrl.host.files.disk_waits import (
     until_written,
     write_patiently,
@@ -67,6 +67,7 @@ from invrl.run.loop.verification_socket import answer_verifications
 from invrl.run.loop.weight_updater import create_weight_updater
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.processes.gpu_fit import fitted_to_gpus
 from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.processes.phase_progress import (
     PhaseProgress,
@@ -91,6 +92,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     """Run from the newest complete checkpoint to the end of the run. The caller holds
     the folder. Raises InvrlError with the cause of a failure; the supervisor then
     starts the next incarnation."""
+    config = fitted_to_gpus(config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes())
     checkpoints = _open_checkpoints(config, folder)
     if config.run.debug_train_only:
         start = start_at_zero(folder)
@@ -178,6 +180,7 @@ def _note_settings(
     gpus = plan_run(config, count_gpus())
     if gpus is not None:
         observer.note(f"GPUs: {gpus}")
+        observer.note(f"micro-batches of {config.train.micro_batch_tokens} tokens")
     if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
         for sentence in config.algorithm.without_effect():
             observer.note(f"note: {sentence}")

@@ -26,6 +26,8 @@ class GpuPlan:
     """GPU of each trainer rank: the policy's, then those of a critic with own ranks."""
     engines: tuple[tuple[int, ...], ...]
     """GPUs of each engine that the run starts."""
+    takes_turns: bool = False
+    """Whether ranks and engines on the same GPU use it by turns."""
 
     @property
     def numbers(self) -> list[int]:
@@ -42,6 +44,8 @@ class GpuPlan:
         if self.ranks:
             noun = "trainer rank" if len(self.ranks) == 1 else "trainer ranks"
             parts.insert(0, f"{len(self.ranks)} {noun} on {_named(self.ranks)}")
+        if self.takes_turns and self.shares:
+            parts.append("by turns")
         return ", ".join(parts)
 
 
@@ -87,6 +91,7 @@ def _plan(
     return GpuPlan(
         ranks=tuple(range(num_ranks)),
         engines=tuple(tuple(range(start, start + of_engine)) for start in starts),
+        takes_turns=config.run.colocate,
     )
 
 

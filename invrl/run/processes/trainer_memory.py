@@ -83,22 +83,32 @@ class DividedGpu:
     cached_token: int
 
     @staticmethod
-    def of(config: Config, *, gpu_bytes: int) -> "DividedGpu | None":
-        """Read the parts for a GPU of this size; None if the model is unknown."""
-        budget = trainer_memory(config, gpus=1, gpu_bytes=gpu_bytes)
+    def of(config: Config, *, gpu_bytes: int, gpus: int = 1) -> "DividedGpu | None":
+        """Read the parts for a GPU of this size, one of `gpus`; None if the model is
+        unknown."""
+        budget = trainer_memory(config, gpus=gpus, gpu_bytes=gpu_bytes)
         if budget is None:
             return None
         item = _ITEM_BYTES[config.engine.dtype]
         return DividedGpu(
             total=gpu_bytes,
             trainer=budget.largest(),
-            engine_weights=budget.size.total * item,
+            engine_weights=budget.size.total * item / config.engine.tp_size,
             cached_token=kv_bytes(read_hf_config(config.model.folder), item),
         )
 
     @property
     def engine_work(self) -> float:
         return _ENGINE_WORK_SHARE * self.total
+
+    @property
+    def engine_by_turns(self) -> float:
+        """Bytes that an engine keeps while the trainer makes a step (`--colocate`)."""
+        return self.engine_weights + self.engine_work / 2
+
+    @property
+    def fits_by_turns(self) -> bool:
+        return self.trainer.total + self.engine_by_turns < self.total
 
     @property
     def cache_tokens(self) -> int:
@@ -114,8 +124,7 @@ class DividedGpu:
             f"{self.cached_token * reply_tokens / 1e9:.2f} for the cache of one reply of {reply_tokens} tokens"
         )
         fix = "use a second GPU or a smaller model"
-        in_a_step = self.trainer.total + self.engine_weights + self.engine_work / 2
-        if in_a_step < self.total:
+        if self.fits_by_turns:
             fix = "add --colocate, with which they use the GPU by turns"
         fix += "; --engine.max-total-tokens decides in place of the estimate"
         return ConfigError("gpu memory", f"{self.total / 1e9:.1f} GB", reason, fix)

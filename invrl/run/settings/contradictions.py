@@ -19,8 +19,8 @@ from invrl.run.settings.algorithm_contradictions import (
     Contradictions,
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
+from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
-from invrl.train.cost.activation_memory import recomputed_modules
 from invrl.types.section import Section
 
 if TYPE_CHECKING:
@@ -313,27 +313,6 @@ def _staleness(config: Config) -> Contradictions:
             yield "buffer.admission", reason, fix
 
 
-def _routing_replay(config: Config) -> Contradictions:
-    replay = config.train.routing_replay
-    algorithm = config.algorithm
-    if replay == "trainer" and algorithm.old_logprobs != "recompute":
-        reason = (
-            f"with --old-logprobs {algorithm.old_logprobs} the trainer makes no pass for them whose routing "
-            "it could replay"
-        )
-        yield "train.routing_replay", reason, "use --old-logprobs recompute"
-    if replay == "trainer" and algorithm.num_mini_batches == 1:
-        reason = (
-            "a batch has one optimizer step, in which the current policy is the old one: there is no earlier "
-            "pass to repeat"
-        )
-        yield "train.routing_replay", reason, "set --num-mini-batches to 2 or more"
-    if replay != "none" and "moe" in recomputed_modules(config.megatron):
-        reason = "Megatron recomputes the experts' part of a layer without the routing of its micro-batch"
-        fix = "recompute whole layers (--megatron-recompute-granularity full), or leave moe out"
-        yield "megatron.recompute_modules", reason, fix
-
-
 def _evaluation(config: Config) -> Contradictions:
     rollout = config.rollout
     if rollout.eval.interval and not rollout.eval.tasks:
@@ -452,7 +431,7 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA)
+_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, *TRAINER)
 _WITH_ROLLOUTS = (
     _names,
     _choices,
@@ -463,7 +442,7 @@ _WITH_ROLLOUTS = (
     _staleness,
     *WITH_ROLLOUTS,
     _difficulty,
-    _routing_replay,
+    *TRAINER,
     _evaluation,
     *ENGINES,
     _deadlines,

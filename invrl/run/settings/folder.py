@@ -155,6 +155,7 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "train.virtual_pipeline_model_parallel_size",
         "train.expert_model_parallel_size",
         "train.max_tokens_per_micro_batch",
+        "train.optimizer_cpu_offload",
         "train.share_prefixes",
         "train.reference_placement",
     }

@@ -124,7 +124,8 @@ class RunConfig(Section):
     colocate: bool = Field(
         False,
         description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "
-        "while a step is trained, the trainer its gradients and optimizer while rollouts run",
+        "while a step is trained, the trainer its gradients and optimizer while rollouts run; on by itself "
+        "where a run does not fit otherwise",
     )
     save_rollout_data: bool = Field(
         False, description="write every training batch to RUN/rollout_data"

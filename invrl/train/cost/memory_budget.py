@@ -16,9 +16,11 @@ from invrl.train.cost.activation_memory import LayerActivations, Recomputation
 from invrl.train.cost.model_size import ModelSize
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime.logit_blocks import BLOCK_BYTES, KEPT_BYTES
+from invrl.train.runtime.optimizer_memory import OFFLOADED_BYTES, STAGED_GRADIENT_BYTES
 from invrl.user_code.model_folder import largest_item
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_FLOAT_BYTES = 4
 _PROCESS_BYTES = 0.5e9
 """Python, torch, Megatron and their own allocations, in a process on a CPU."""
 _HEAP_SHARE = 0.55
@@ -43,7 +45,7 @@ class MemoryEstimate:
     weight, or that of a layer's experts if that is larger."""
     optimizer: float
     """Float32 master weights and two moments. Ranks with equal weights may hold a part
-    each."""
+    each. 0 on a GPU if they are in main memory."""
     step: float
     """Added by a step: activations and logits; or, if that is more, by the frozen
     reference's pass or by loading a checkpoint."""
@@ -151,23 +153,15 @@ class MemoryBudget:
         layout = self.train.layout
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
-        dense, experts = self._divided(self._parameters(stage), self._layers(stage))
-        if self.has_critic:
-            dense_of_critic, experts_of_critic = self._divided(
-                self._critic_parameters(stage), self._layers(stage)
-            )
-            dense += dense_of_critic
-            experts += experts_of_critic
-        parameters = dense + experts
+        parameters = sum(self._trained(stage))
         # In float32 the weights are their own master weights.
-        state_bytes = 12 if self._item == 2 else 8
-        optimizer = parameters * state_bytes
+        optimizer = self._share(stage) * (12 if self._item == 2 else 8)
+        if self.train.optimizer_cpu_offload:
+            optimizer = 0.0 if self.on_cuda else self._offloaded(stage)
         loading = 0.0
-        copies = layout.data * layout.context
-        copies_of_experts = copies * layout.tensor / layout.expert
-        if self.train.use_distributed_optimizer and max(copies, copies_of_experts) > 1:
-            loading = optimizer  # held whole once while a checkpoint is loaded
-            optimizer = state_bytes * (dense / copies + experts / copies_of_experts)
+        if not self.on_cuda:
+            # A saved tensor and a buffer for it. The vocabulary's weight is the largest.
+            loading = 2.0 * _FLOAT_BYTES * self.size.vocabulary
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
         step = activations + logits
@@ -208,6 +202,49 @@ class MemoryBudget:
             staging=staging,
             copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
+        )
+
+    def _trained(self, stage: int) -> tuple[float, float]:
+        """Return the parameters that a rank trains, with those of a critic on the same
+        ranks: non-experts' and experts'."""
+        layers = self._layers(stage)
+        dense, experts = self._divided(self._parameters(stage), layers)
+        if self.has_critic:
+            dense_of_critic, experts_of_critic = self._divided(
+                self._critic_parameters(stage), layers
+            )
+            dense += dense_of_critic
+            experts += experts_of_critic
+        return dense, experts
+
+    def _share(self, stage: int) -> float:
+        """Return the number of parameters whose optimizer state a rank holds."""
+        dense, experts = self._trained(stage)
+        if not self.train.use_distributed_optimizer:
+            return dense + experts
+        layout = self.train.layout
+        copies = layout.data * layout.context
+        copies_of_experts = copies * layout.tensor / layout.expert
+        return dense / copies + experts / copies_of_experts
+
+    def _offloaded(self, stage: int) -> float:
+        """Return the bytes of a rank's optimizer in main memory, with the gradients
+        that are on their way there."""
+        share = self._share(stage)
+        largest_gradient = (
+            _FLOAT_BYTES * self.size.vocabulary / self.train.layout.tensor
+        )
+        staged = max(STAGED_GRADIENT_BYTES, largest_gradient)
+        return OFFLOADED_BYTES * share + 2 * min(staged, _FLOAT_BYTES * share)
+
+    @property
+    def offloaded_bytes(self) -> float:
+        """Bytes of main memory for the optimizers of all GPU ranks together, if they
+        are moved there, always or while engines use the GPUs."""
+        layout = self.train.layout
+        ranks_of_stage = layout.world_size // layout.pipeline
+        return ranks_of_stage * sum(
+            self._offloaded(stage) for stage in range(layout.pipeline)
         )
 
     def _gradient_of_experts(self, stage: int) -> float:

@@ -58,6 +58,7 @@ class CriticRank(SavingRank):
         from invrl.train.critic.critic import make_critic
         from invrl.train.critic.critic_state import CriticState
         from invrl.train.parallel.process_group import join_process_group
+        from invrl.train.ranks.checkpoint_writer import StatePlaceholders
 
         join_process_group(settings, port, listener)
         self._settings = settings
@@ -68,7 +69,7 @@ class CriticRank(SavingRank):
         )
         self._nonfinite = NonfiniteSteps(settings.train.max_nonfinite_steps)
         self._valued: _Valued | None = None
-        state = CriticState(self._critic)
+        state = CriticState(self._critic, StatePlaceholders())
         super().__init__(state, state.load_alone)
 
     def values(self, shard: Shard) -> CriticValues:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from invrl.errors import TrainError
 from invrl.train.critic.critic import Critic
 from invrl.train.rank_settings import CRITIC_FOLDER
+from invrl.train.ranks.checkpoint_writer import StatePlaceholders
 from invrl.train.ranks.saved_state import (
     SavedState,
     Trained,
@@ -24,8 +25,8 @@ from invrl.train.ranks.saved_state import (
 class CriticState(SavedState):
     """Saves and loads one rank's share of the critic and its optimizer."""
 
-    def __init__(self, critic: Critic) -> None:
-        super().__init__([critic.optimizer])
+    def __init__(self, critic: Critic, placeholders: StatePlaceholders) -> None:
+        super().__init__([critic.optimizer], placeholders)
         self._critic = critic
         self._trained = Trained(critic.models, critic.optimizer, critic.schedule)
 
@@ -39,7 +40,7 @@ class CriticState(SavedState):
         """Load the critic from the whole checkpoint at `path`. All ranks of the critic
         call it together. Raises TrainError if there is no critic in it."""
         folder = critic_folder(path)
-        state: Any = dist_checkpointing.load(self.sharded(is_loading=True), folder)
+        state = self._read(self.sharded(is_loading=True), folder)
         self._trained.load(state["critic"])
         self._critic.batches = state["critic_batches"]
 

@@ -26,6 +26,8 @@ from invrl.train.config import TrainConfig
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.runtime import device
 from invrl.train.runtime.megatron_args import MegatronOptions
+from invrl.train.runtime.offloaded_optimizer import OffloadedOptimizer, offload
+from invrl.train.runtime.offloading import TrainingMemory
 
 
 class SummedGradients(DistributedDataParallel):
@@ -87,15 +89,32 @@ def distribute(
         # for the backward pass of a chunk's last micro-batch.
         contexts: Any = [chunk.no_sync for chunk in distributed]
         transformer.no_sync_func = contexts if len(distributed) > 1 else contexts[0]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**optimizer_fields), cast(list[MegatronModule], distributed)
+    optimizer = _make_optimizer(
+        distributed,
+        OptimizerConfig(**optimizer_fields),
+        offloads=config.optimizer_cpu_offload,
     )
-    if not isinstance(optimizer, ChainedOptimizer):
-        optimizer = ChainedOptimizer([optimizer])
-    device.fuse_adam(optimizer)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = partial(_sum_gradients)
     return distributed, optimizer
+
+
+def _make_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, *, offloads: bool
+) -> ChainedOptimizer:
+    """Make the optimizer; with `offloads` its state is in main memory. Megatron makes
+    master weights on the GPU, so for that time gradients leave them their memory."""
+    gradients = TrainingMemory(chunks, optimizers=())
+    if offloads:
+        gradients.offload()
+    optimizer = get_megatron_optimizer(config, cast(list[MegatronModule], chunks))
+    if not isinstance(optimizer, ChainedOptimizer):
+        optimizer = ChainedOptimizer([optimizer])
+    device.fuse_adam(optimizer)
+    if offloads:
+        offload(optimizer)
+    gradients.restore()
+    return optimizer
 
 
 def make_schedule(
@@ -152,7 +171,10 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
             parameters: list[torch.Tensor] = list(part.get_parameters())
             if parameters and max_norm > 0:
                 clip_grad_by_total_norm_fp32(
-                    parameters, max_norm, norm, use_decoupled_grad=False
+                    parameters,
+                    max_norm,
+                    norm,
+                    use_decoupled_grad=isinstance(part, OffloadedOptimizer),
                 )
         optimizer.step_with_ready_grads()
     return norm

@@ -5,8 +5,8 @@ as the model; copies it out of them again for its writers; and forks a process p
 for SmolLM2-135M a trainer of 3.9 GB grew to 8.6 GB. Here a tensor is read from where it
 lives when it is written. If data-parallel ranks share its state, the parts are gathered
 on the group's first rank while it is written. The format is Megatron's `torch_dist`
-with its `fully_reshardable` optimizer state. Megatron's own loader reads it, into the
-optimizer's own memory where one rank has all of the state.
+with its `fully_reshardable` optimizer state. `checkpoint_reader.py` reads it, and
+Megatron's own loader could.
 
 Invariant: all ranks gather the same tensors in the same order, even if one rank's disk
 has failed.
@@ -15,7 +15,7 @@ has failed.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from invrl.store.checksummed_file import ChecksummedFile
+from invrl.train.ranks.checkpoint_reader import OwnShare
 from invrl.train.ranks.joint_write import disk_error
+from invrl.train.ranks.placeholders import Placeholders, storage_key
 from invrl.types.file_entry import FileEntry
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -63,65 +65,37 @@ Gather = Callable[[], torch.Tensor | None]
 writes it, None on the others."""
 
 
-class LateTensors:
-    """Tensors that are gathered only when they are written.
-
-    In the state dict each is represented by a placeholder: a tensor without memory, on
-    torch's meta device. Views of a placeholder, and tensors detached from it, share its
-    storage, by which they are recognised.
-    """
-
-    def __init__(self) -> None:
-        self._gathers: dict[int, Gather] = {}
-        self._placeholders: list[torch.Tensor] = []
-        """Kept alive, because only living storages are sure to have different
-        addresses."""
-
-    def clear(self) -> None:
-        self._gathers.clear()
-        self._placeholders.clear()
-
-    def placeholder(self, numel: int, gather: Gather) -> torch.Tensor:
-        """Return a flat float32 placeholder for the tensor that `gather` returns."""
-        tensor = torch.empty(numel, dtype=torch.float32, device="meta")
-        self._gathers[_tensor_storage(tensor)] = gather
-        self._placeholders.append(tensor)
-        return tensor
-
-    def gathers(self) -> list[tuple[int, Gather]]:
-        """Return (storage of the placeholder, gather), in the order of creation."""
-        return list(self._gathers.items())
+LateTensors = Placeholders[Gather]
+"""Placeholders of tensors that are gathered only when they are written."""
 
 
-def _tensor_storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+@dataclass(frozen=True, slots=True)
+class StatePlaceholders:
+    """Placeholders of the states of optimizers."""
 
+    late: LateTensors = field(default_factory=LateTensors)
+    """In a state dict that is saved."""
+    shares: Placeholders[OwnShare] = field(default_factory=Placeholders[OwnShare])
+    """In a state dict that is loaded."""
 
-def gather_late(optimizer: DistributedOptimizer, late: LateTensors) -> None:
-    """Replace the method with which this optimizer returns its state for checkpoints.
-
-    For saving it then returns placeholders. For loading it returns the optimizer's own
-    memory where no other rank shares it, and Megatron's copy otherwise.
-    """
-    owner: Any = optimizer
-    megatron_method = owner.sharded_param_state_fully_reshardable
-    owner.sharded_param_state_fully_reshardable = partial(
-        _sharded_states, owner, late, megatron_method
-    )
+    def use_for(self, optimizer: DistributedOptimizer) -> None:
+        """Replace the method with which the optimizer returns its state for
+        checkpoints: it then returns placeholders."""
+        owner: Any = optimizer
+        owner.sharded_param_state_fully_reshardable = partial(
+            _sharded_states, owner, self
+        )
 
 
 def _sharded_states(
     optimizer: Any,
-    late: LateTensors,
-    megatron_method: Any,
+    placeholders: StatePlaceholders,
     model: Any,
     is_loading: bool,
-    metadata: Any,
+    _metadata: Any,
 ) -> dict[int, dict[str, Any]]:
     """Replace `DistributedOptimizer.sharded_param_state_fully_reshardable`: for each
     parameter, by its number, its states under the parameter's own sharding."""
-    if is_loading and _group(optimizer).size() > 1:
-        return megatron_method(model, is_loading, metadata)
     sharded, _ = extract_sharded_tensors_and_factories(model)
     sharded_by_parameter = {tensor.data: tensor for tensor in nested_values(sharded)}
     states: dict[int, dict[str, Any]] = {}
@@ -131,10 +105,11 @@ def _sharded_states(
             parameter_states: dict[str, Any] = {}
             for state in _STATES:
                 if is_loading:
-                    data = _own_part(optimizer, parameter, state)
+                    share = _own_share(optimizer, buffer, parameter, state)
+                    data = placeholders.shares.add(parameter.numel(), share)
                 else:
                     gather = partial(_gather_state, optimizer, buffer, parameter, state)
-                    data = late.placeholder(parameter.numel(), gather)
+                    data = placeholders.late.add(parameter.numel(), gather)
                 changes: dict[str, Any] = {
                     "key": f"optimizer.state.{state}.{model_tensor.key}",
                     "data": data.view(model_tensor.data.shape),
@@ -161,6 +136,16 @@ def _own_part(
         .detach()
         .view(-1)
     )
+
+
+def _own_share(
+    optimizer: Any, buffer: Any, parameter: torch.nn.Parameter, state: str
+) -> OwnShare:
+    group = _group(optimizer)
+    start, end = _shares(buffer, parameter, group.size())[group.rank()]
+    if start == end:
+        return OwnShare(start, torch.empty(0))
+    return OwnShare(start, _own_part(optimizer, parameter, state))
 
 
 def _gather_state(
@@ -294,12 +279,12 @@ class _Writer(FileSystemWriterAsync):
         for item in self._plan.items:
             data = self._planner.resolve_data(item)
             if isinstance(data, torch.Tensor) and data.is_meta:
-                late_items.setdefault(_tensor_storage(data), []).append((item, data))
+                late_items.setdefault(storage_key(data), []).append((item, data))
             else:
                 yield item, data
-        for storage_key, gather in self._late.gathers():
+        for key, gather in self._late.values():
             whole = gather()
-            for item, placeholder in late_items.pop(storage_key, []):
+            for item, placeholder in late_items.pop(key, []):
                 assert whole is not None, f"{item.index.fqn} is another rank's"
                 offset = whole.storage_offset() + placeholder.storage_offset()
                 yield (

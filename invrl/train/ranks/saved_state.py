@@ -4,7 +4,7 @@ on disk.
 A checkpoint that one layout of ranks wrote can be loaded by any other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,15 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from invrl.errors import TrainError
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.parallel.process_group import max_over_ranks
-from invrl.train.ranks.checkpoint_writer import LateTensors, TensorByTensor, gather_late
+from invrl.train.ranks.checkpoint_reader import read_checkpoint
+from invrl.train.ranks.checkpoint_writer import StatePlaceholders, TensorByTensor
 from invrl.train.ranks.joint_write import write_jointly
 from invrl.train.runtime import device
 from invrl.train.runtime.adamw_repairs import complete_states, steps_made, write_steps
@@ -34,12 +35,16 @@ from invrl.types.file_entry import FileEntries
 class SavedState:
     """Saves one rank's share of models and their optimizers, and its random state."""
 
-    def __init__(self, optimizers: Sequence[ChainedOptimizer]) -> None:
-        self._late = LateTensors()
+    def __init__(
+        self, optimizers: Sequence[ChainedOptimizer], placeholders: StatePlaceholders
+    ) -> None:
+        """`placeholders` may be used by several objects that save the same
+        optimizer."""
+        self._placeholders = placeholders
         for optimizer in optimizers:
             for part in optimizer.chained_optimizers:
                 if isinstance(part, DistributedOptimizer):
-                    gather_late(part, self._late)
+                    placeholders.use_for(part)
 
     def save(self, path: str) -> FileEntries:
         """Save the share. Called on all ranks together. Returns the entries of the
@@ -58,14 +63,22 @@ class SavedState:
     def _begin(self, path: str, *, copies: bool) -> "Saving":
         folder = Path(path)
         write_jointly(folder, partial(_make_empty, folder))
-        self._late.clear()
+        self._placeholders.late.clear()
         state = self.sharded(is_loading=False)
-        tensors = TensorByTensor(self._late, copies=copies)
+        tensors = TensorByTensor(self._placeholders.late, copies=copies)
         sharded_state, common_state = save_preprocess(state)
         write_common = partial(_write_common, folder, common_state)
         written = write_jointly(folder, write_common)
         request = tensors.async_save(sharded_state, folder)
         return Saving(folder, request, tensors, device.random_state(), written)
+
+    def _read(self, sharded: dict[str, Any], path: str) -> Any:
+        """Fill a state dict, made for loading, from the checkpoint at `path`. The state
+        of distributed optimizers is then already where they hold it."""
+        try:
+            return read_checkpoint(sharded, path, self._placeholders.shares)
+        finally:
+            self._placeholders.shares.clear()
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
         """Return this rank's share, to be saved or filled."""
@@ -107,10 +120,9 @@ class Trained:
             model, is_loading=is_loading, metadata=metadata
         )
         steps = max_over_ranks(steps_made([part.optimizer for part in parts]))
-        for place, part in enumerate(parts):
-            of_part = optimizer if len(parts) == 1 else optimizer[place]
+        for part, state in self._by_part(optimizer):
             write_steps(
-                of_part, steps, is_distributed=isinstance(part, DistributedOptimizer)
+                state, steps, is_distributed=isinstance(part, DistributedOptimizer)
             )
         return {
             **model,
@@ -122,9 +134,17 @@ class Trained:
         """Load a state in the form of `sharded_state`, filled."""
         for name, chunk in self._chunks.items():
             chunk.load_state_dict(state[name])
+        for _, of_part in self._by_part(state["optimizer"]):
+            of_part.pop("param_state", None)  # read into its place already
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.num_steps = 0  # Megatron adds the saved number to it
         self._schedule.load_state_dict(state["schedule"])
+
+    def _by_part(self, state: Any) -> Iterator[tuple[MegatronOptimizer, Any]]:
+        """Yield each of the chained optimizers with its part of their state."""
+        parts = self._optimizer.chained_optimizers
+        for place, part in enumerate(parts):
+            yield part, state if len(parts) == 1 else state[place]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

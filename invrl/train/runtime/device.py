@@ -191,6 +191,33 @@ def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
+def host_memory(numel: int) -> torch.Tensor:
+    """Return new memory of the host for float32 numbers, pinned if this rank is on a
+    GPU. (torch's own pinned memory is rounded up to a power of two.)"""
+    memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+    if on_cuda():
+        cudart: Any = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        torch.cuda.check_error(status)
+    return memory
+
+
+@contextmanager
+def share_of_cores() -> Iterator[None]:
+    """Let operations on the CPU use this rank's share of the machine's cores, if the
+    rank is on a GPU. Otherwise a process that Ray starts has one thread for them."""
+    if not on_cuda():
+        yield
+        return
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // torch.distributed.get_world_size()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def wait() -> None:
     """Wait until the device has completed its work."""
     if on_cuda():

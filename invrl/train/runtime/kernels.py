@@ -39,14 +39,11 @@ class Kernels:
             experts = "torch grouped_mm, a product for each expert"
             if on_cuda and dtype == "bfloat16":
                 experts = "torch grouped_mm, one kernel for all experts (on compute capability 9.0 and 10.0)"
-        installed = (
-            name
-            for package, name in _FUSED_ADAM.items()
-            if importlib.util.find_spec(package)
-        )
-        optimizer = next(installed, "torch AdamW")
         return Kernels(
-            attention=attention, norms="torch", experts=experts, optimizer=optimizer
+            attention=attention,
+            norms="torch",
+            experts=experts,
+            optimizer=fused_adam() or "torch AdamW",
         )
 
     def __str__(self) -> str:
@@ -56,3 +53,14 @@ class Kernels:
         if importlib.util.find_spec("flash_attn"):
             text += "; flash-attn is installed and not used: it has no mask for prefix trees"
         return text
+
+
+def fused_adam() -> str | None:
+    """Name the optimizer that Megatron takes in place of torch's; None: there is
+    none."""
+    installed = (
+        name
+        for package, name in _FUSED_ADAM.items()
+        if importlib.util.find_spec(package)
+    )
+    return next(installed, None)

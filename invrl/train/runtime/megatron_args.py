@@ -32,6 +32,7 @@ _BY_FLAG = {
     "adam_beta2": "--adam-beta2",
     "clip_grad": "--clip-grad",
     "use_distributed_optimizer": "--use-distributed-optimizer",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "bf16": "--train-dtype",
     "fp16": "--train-dtype",
     "params_dtype": "--train-dtype",
@@ -52,9 +53,9 @@ _BY_FLAG = {
 }
 """Fields that invrl sets itself -> the flag to use instead."""
 _HYBRID_OPTIMIZER = (
-    "no run could resume: Megatron 0.16.1's hybrid optimizer cannot load float32 master weights. Its "
-    "precision-aware form could, but needs TransformerEngine, without which this trainer runs",
-    "leave it out. With more ranks (--data-parallel-size) each holds a smaller part of the optimizer's state",
+    "it belongs to Megatron's optimizer on CPU and GPU, with which no run could resume: in version 0.16.1 it "
+    "cannot load float32 master weights, and its precision-aware form needs TransformerEngine",
+    "use --optimizer-cpu-offload, which moves all of the state and resumes",
 )
 _REFUSED = {
     "overlap_param_gather": (
@@ -67,7 +68,6 @@ _REFUSED = {
         "memory, and send each token once where ranks with parts of an expert would each need it",
         "use --expert-model-parallel-size, which also divides the experts over tensor-parallel ranks",
     ),
-    "optimizer_cpu_offload": _HYBRID_OPTIMIZER,
     "optimizer_offload_fraction": _HYBRID_OPTIMIZER,
     "use_precision_aware_optimizer": _HYBRID_OPTIMIZER,
 }

@@ -7,8 +7,8 @@ memory of the host and come back unchanged, bit for bit. The weights that the mo
 computes with stay: engines get them, and the canary is computed with them.
 
 While offloaded, the tensors are those in the host's memory, so a checkpoint is saved
-from there. On a CPU the same copies are made from memory to memory. Imported after
-`device.prepare()`.
+from there. The state of an optimizer with `--optimizer-cpu-offload` is always there. On
+a CPU the same copies are made from memory to memory. Imported after `device.prepare()`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from invrl.train.runtime import device
+from invrl.train.runtime.offloaded_optimizer import OffloadedOptimizer
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,8 @@ class TrainingMemory:
 
     def _states(self) -> Iterator[torch.Tensor]:
         """Yield master weights that are not the model's own memory, and moments, but
-        not the step counts, which are single numbers."""
+        not the step counts, which are single numbers. What is always in the host's
+        memory is left out."""
         model_storages = {
             parameter.untyped_storage().data_ptr()
             for chunk in self.chunks
@@ -78,6 +80,8 @@ class TrainingMemory:
         }
         for optimizer in self.optimizers:
             for part in optimizer.chained_optimizers:
+                if isinstance(part, OffloadedOptimizer):
+                    continue
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
                         if parameter.untyped_storage().data_ptr() not in model_storages:

@@ -16,6 +16,7 @@ from invrl.errors import TrainError
 from invrl.train.critic.critic_state import CriticState, critic_folder
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.model.reference import SAVED_PREFIX
+from invrl.train.ranks.checkpoint_writer import StatePlaceholders
 from invrl.train.ranks.saved_state import (
     SavedState,
     Trained,
@@ -44,11 +45,12 @@ class TrainerState(SavedState):
         )
         self._policy = Trained(chunks, optimizer, schedule)
         optimizers = [optimizer]
+        placeholders = StatePlaceholders()
         self._critic = None
         if step.critic is not None:
-            self._critic = CriticState(step.critic)
+            self._critic = CriticState(step.critic, placeholders)
             optimizers.append(step.critic.optimizer)
-        super().__init__(optimizers)
+        super().__init__(optimizers, placeholders)
 
     def load(self, path: str) -> None:
         """Load a checkpoint. Called on all ranks together. Raises TrainError if there
@@ -68,7 +70,7 @@ class TrainerState(SavedState):
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
                 of_reference[name] = self._moving_reference.saved(sharded[name])
-        state: Any = dist_checkpointing.load(sharded, path)
+        state = self._read(sharded, path)
         self._policy.load(state)
         adapted = self._step.adapted.state
         for name, saved in _adapted(state).items():

@@ -41,6 +41,13 @@ STAGES: dict[str, Stage] = {
             smaller="MICRO_BATCHES in stages/speed.py, or --model small",
         ),
         Stage(
+            name="offload",
+            proves="training steps with the optimizer in main memory; the card's memory beside our estimate",
+            usual_s=40,
+            deadline_s=120,
+            smaller="--model small",
+        ),
+        Stage(
             name="experts",
             proves="experts computed together are the experts one by one, and Hugging Face's; their speed",
             usual_s=80,
