@@ -312,7 +312,7 @@ class RankProcess:
         others."""
         import torch
 
-        weights = self._rank._weights
+        weights = self._rank._saved_weights  # of the model, or of its adapter
         values = {name: of(parameter) for name, parameter in self._trained().items()}
         tensors = weights.export(torch.float32, values)
         # Cloned, because the memory of a tensor that numpy has seen cannot be resized
@@ -324,7 +324,7 @@ class RankProcess:
         model."""
         import torch
 
-        own = self._rank._weights._own_parameters
+        own = self._rank._saved_weights._own_parameters
         return {
             name: tensor
             for name, tensor in own.items()
@@ -540,11 +540,14 @@ class RankProcess:
         )
         if self._rank._step.critic is not None:
             from invrl.train.critic.critic_model import critic_shape
+            from invrl.train.parallel.partitions import chunk_parameters
             from invrl.train.weights.conversion import ReplicaWeights
 
             shape = critic_shape(self._rank._config)
             self._critic_parts = ReplicaWeights(
-                self._rank._step.critic.models, shape, settings.layout
+                chunk_parameters(self._rank._step.critic.models),
+                shape,
+                settings.layout,
             )
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:

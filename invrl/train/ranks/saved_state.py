@@ -95,6 +95,8 @@ class Trained:
     ) -> dict[str, Any]:
         model: dict[str, Any] = {
             name: chunk.sharded_state_dict(metadata=metadata)
+            if chunk.adapter is None
+            else chunk.adapter.sharded_state(metadata)
             for name, chunk in self._chunks.items()
         }
         parts = self._optimizer.chained_optimizers
@@ -121,7 +123,10 @@ class Trained:
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in the form of `sharded_state`, filled."""
         for name, chunk in self._chunks.items():
-            chunk.load_state_dict(state[name])
+            if chunk.adapter is None:
+                chunk.load_state_dict(state[name])
+            else:
+                chunk.adapter.load_state(state[name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.num_steps = 0  # Megatron adds the saved number to it
         self._schedule.load_state_dict(state["schedule"])
