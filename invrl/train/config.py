@@ -18,7 +18,7 @@ from pydantic import (
 from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.objectives.objectives import NO_NEEDS, Needs
 from invrl.errors import ConfigError
-from invrl.families.projections import ALL_LINEAR, targeted
+from invrl.families.projections import ALL_LINEAR, Projection, targeted
 from invrl.families.registry import FAMILIES
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.types.section import COMMA_SEPARATED, Section, Text
@@ -65,6 +65,15 @@ class LoraConfig(Section):
     def scale(self) -> float:
         """Factor of the product of B and A."""
         return self.alpha / self.rank
+
+    def projections(self, model: HuggingFaceConfig) -> list[Projection]:
+        """Return the projections of the model that have adapters. Raises ConfigError
+        for a target that the model does not have."""
+        return targeted(
+            FAMILIES[model.model_type].parameters(model),
+            self.targets,
+            with_experts=self.experts == "each",
+        )
 
 
 class TrainConfig(Section):
@@ -243,11 +252,7 @@ class TrainConfig(Section):
             )
         self._check_bias_rate(model)
         if self.lora is not None:
-            targeted(
-                FAMILIES[model.model_type].parameters(model),
-                self.lora.targets,
-                with_experts=self.lora.experts == "each",
-            )
+            self.lora.projections(model)
         if needs.router_shift:
             self._check_router_shift(model)
 

@@ -604,6 +604,44 @@ class RankProcess:
     def weights(self, _: None = None) -> Arrays:
         return self._by_name(lambda parameter: parameter)
 
+    def merged_weights(self, _: None = None) -> Arrays:
+        """What engines would get in float32, on the first rank of each replica."""
+        import torch
+
+        tensors = self._rank._weights.export(torch.float32)
+        return {name: tensor.clone().numpy() for name, tensor in tensors}
+
+    def merged_checksums(self, _: None = None) -> dict[str, str]:
+        """Of what engines would get."""
+        from invrl.weights.tensors.tensor_spec import checksum
+
+        tensors = self._rank._weights.export(self._rank._served_dtype)
+        return {name: checksum(tensor) for name, tensor in tensors}
+
+    def base_checksums(self, _: None = None) -> dict[str, str]:
+        """Of this rank's frozen parameters."""
+        from invrl.weights.tensors.tensor_spec import checksum
+
+        own = self._rank._weights._own_parameters
+        return {name: checksum(tensor) for name, tensor in own.items()}
+
+    def trained_numbers(self, _: None = None) -> dict[str, int]:
+        """Parameters with gradients in Megatron's buffers, and those that the optimizer
+        has a state of."""
+        buffers = self._buffers(self._rank._step.chunks)
+        parts = self._rank._step.optimizer.chained_optimizers
+        return {
+            "parameters": sum(
+                parameter.numel() for buffer in buffers for parameter in buffer.params
+            ),
+            "optimizer": sum(
+                parameter.numel()
+                for part in parts
+                for group in part.optimizer.param_groups
+                for parameter in group["params"]
+            ),
+        }
+
     def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)
 

@@ -19,6 +19,7 @@ from invrl.run.settings.algorithm_contradictions import (
     Contradictions,
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
+from invrl.run.settings.lora_contradictions import adapter
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.train.cost.activation_memory import recomputed_modules
 from invrl.types.section import Section
@@ -452,7 +453,7 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA)
+_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, adapter)
 _WITH_ROLLOUTS = (
     _names,
     _choices,
@@ -462,6 +463,7 @@ _WITH_ROLLOUTS = (
     _batch,
     _staleness,
     *WITH_ROLLOUTS,
+    adapter,
     _difficulty,
     _routing_replay,
     _evaluation,

@@ -20,13 +20,12 @@ from megatron.core.models.gpt import GPTModel
 
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.families.parameter import Parameter
-from invrl.families.projections import Projection, targeted
+from invrl.families.projections import Projection
 from invrl.train.adapters.low_rank import Addition, LowRank
 from invrl.train.config import LoraConfig
 from invrl.train.layers.experts import Experts
 from invrl.train.layers.grouped_linear import supports_num_rows
 from invrl.train.parallel.partitions import chunk_parameters, note_partitions
-from invrl.train.weights.conversion import parameters
 
 _SAVED_PREFIX = "adapter."
 """Prefix of the factors' names in a checkpoint."""
@@ -49,7 +48,7 @@ class Adapter(torch.nn.Module):
         """This rank's factors, or its parts of them, by name."""
         self.table = factor_table(config, lora)
         own = chunk_parameters([chunk])
-        for projection in _targets(config, lora):
+        for projection in lora.projections(config):
             weight = own.get(projection.parameter.megatron)
             if weight is not None:
                 self._add(projection, weight, config, lora, seed)
@@ -205,17 +204,11 @@ def attach_adapters(
         torch.manual_seed(seed + 1 + torch.distributed.get_rank())
 
 
-def _targets(config: HuggingFaceConfig, lora: LoraConfig) -> list[Projection]:
-    return targeted(
-        parameters(config), lora.targets, with_experts=lora.experts == "each"
-    )
-
-
 def factor_table(config: HuggingFaceConfig, lora: LoraConfig) -> list[Parameter]:
     """Return the factors of the whole model, in the order of their projections."""
     return [
         factor
-        for projection in _targets(config, lora)
+        for projection in lora.projections(config)
         for factor in (projection.factor_a, projection.factor_b)
     ]
 

@@ -1,7 +1,7 @@
 """An adapter as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`,
 beside the base's configuration, tokenizer and chat template.
 
-`base.json` names the base by the checksum of its weights, because PEFT's own
+`adapter_base.json` names the base by the checksum of its weights, because PEFT's own
 configuration has only a path. Imports neither torch nor Megatron before weights are
 touched.
 """
@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from invrl.errors import ConfigError, TrainError
 from invrl.families.parameter import Parameter
+from invrl.families.projections import Projection
 from invrl.train.config import LoraConfig
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-BASE_NAME = "base.json"
+BASE_NAME = "adapter_base.json"
 _PREFIX = "base_model.model."
 """Prefix of the tensors' names: the path of the model within PEFT's."""
 
@@ -70,9 +71,9 @@ def read_peft_config(folder: Path) -> PeftConfig:
         raise _refused(folder, reason) from error
 
 
-def check_start(lora: LoraConfig, table: Sequence[Parameter]) -> None:
+def check_start(lora: LoraConfig, projections: Sequence[Projection]) -> None:
     """Raise ConfigError if the adapter to begin with is not the one that the settings
-    describe. `table` has the factors by the settings."""
+    describe. `projections` have adapters by the settings."""
     if lora.path is None:
         return
     folder = Path(lora.path).expanduser()
@@ -90,7 +91,11 @@ def check_start(lora: LoraConfig, table: Sequence[Parameter]) -> None:
             )
     with _opened(folder) as file:
         names = {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118
-    wanted_names = {entry.megatron for entry in table}
+    wanted_names = {
+        factor.megatron
+        for projection in projections
+        for factor in (projection.factor_a, projection.factor_b)
+    }
     different = sorted(names ^ wanted_names)
     if different:
         kinds = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
@@ -109,6 +114,15 @@ def read_factors(
     with _opened(folder) as file:
         for entry in table:
             yield entry, file.get_slice(_PREFIX + entry.megatron)
+
+
+def open_factors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all factors of a folder by name."""
+    with _opened(folder) as file:
+        return {
+            name.removeprefix(_PREFIX): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+        }
 
 
 def write_factors(
@@ -186,6 +200,10 @@ def weights_checksum(folder: Path) -> str:
         digest.update(name.encode())
         digest.update(raw_bytes(opened[file].get_tensor(name)).numpy().data)
     return digest.hexdigest()
+
+
+def is_peft_folder(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file()
 
 
 def _opened(folder: Path) -> Any:

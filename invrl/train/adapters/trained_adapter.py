@@ -10,7 +10,6 @@ import torch
 
 from invrl.errors import TrainError
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.families.projections import targeted
 from invrl.interfaces import WeightLayout
 from invrl.train.adapters.adapter import factor_table, own_factors
 from invrl.train.adapters.peft_folder import (
@@ -22,7 +21,7 @@ from invrl.train.adapters.peft_folder import (
 )
 from invrl.train.config import LoraConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.train.weights.conversion import ReplicaWeights, own_part, parameters
+from invrl.train.weights.conversion import ReplicaWeights, own_part
 from invrl.train.weights.hf_export import writing_folder
 from invrl.types.file_entry import FileEntries
 from invrl.types.weights import TensorSpec
@@ -46,9 +45,7 @@ class TrainedAdapter:
         self._lora = lora
         self._base_path = base_path
         self._base_checksum = _from_first_rank(base_path)
-        projections = targeted(
-            parameters(config), lora.targets, with_experts=lora.experts == "each"
-        )
+        projections = lora.projections(config)
         self._kinds = sorted({projection.kind for projection in projections})
         shapes = {spec.name: spec.shape for spec in base_specs}
         specs: list[TensorSpec] = []

@@ -13,7 +13,7 @@ from invrl.families.hf_config import read_hf_config
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.config import TrainConfig
 from invrl.train.cost.activation_memory import LayerActivations, Recomputation
-from invrl.train.cost.model_size import ModelSize
+from invrl.train.cost.model_size import AdapterSize, ModelSize
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime.logit_blocks import BLOCK_BYTES, KEPT_BYTES
 from invrl.user_code.model_folder import largest_item
@@ -78,6 +78,8 @@ class MemoryBudget:
     train: TrainConfig
     config: HuggingFaceConfig
     size: ModelSize
+    adapter: AdapterSize | None
+    """Trained beside the frozen model; None: the model is trained."""
     frozen_models: int
     """Number of references and teachers that the trainer computes."""
     reference_moves: bool
@@ -117,7 +119,11 @@ class MemoryBudget:
         """Read the budget of a folder that has passed `check_model_folder`. `megatron`
         has the `--megatron-*` options."""
         config = read_hf_config(folder)
+        adapter = None
+        if train.lora is not None:
+            adapter = AdapterSize.of(folder, config, train.lora)
         return MemoryBudget(
+            adapter=adapter,
             train=train,
             config=config,
             size=ModelSize.of(folder, config),
@@ -151,7 +157,7 @@ class MemoryBudget:
         layout = self.train.layout
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
-        dense, experts = self._divided(self._parameters(stage), self._layers(stage))
+        dense, experts = self._trained(stage)
         if self.has_critic:
             dense_of_critic, experts_of_critic = self._divided(
                 self._critic_parameters(stage), self._layers(stage)
@@ -159,6 +165,9 @@ class MemoryBudget:
             dense += dense_of_critic
             experts += experts_of_critic
         parameters = dense + experts
+        frozen = 0.0
+        if self.adapter is not None:
+            frozen = sum(self._divided(self._parameters(stage), self._layers(stage)))
         # In float32 the weights are their own master weights.
         state_bytes = 12 if self._item == 2 else 8
         optimizer = parameters * state_bytes
@@ -182,9 +191,9 @@ class MemoryBudget:
         of_vocabulary = (
             (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
         )
-        gradients = parameters * 4 + max(
-            of_vocabulary, self._gradient_of_experts(stage)
-        )
+        gradients = parameters * 4.0
+        if self.adapter is None or self.has_critic:
+            gradients += max(of_vocabulary, self._gradient_of_experts(stage))
         staging = 0.0
         if is_first and self.arena_on_gpu == self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
@@ -197,9 +206,9 @@ class MemoryBudget:
                     * self._kept_item
                 )
             if is_first:  # the policy, for Hugging Face
-                copy += self.size.total * self._item
+                copy += self._trained_total * self._item
         return MemoryEstimate(
-            weights=parameters * self._item + reference.kept,
+            weights=(parameters + frozen) * self._item + reference.kept,
             gradients=gradients,
             optimizer=optimizer,
             # Nothing is written while a checkpoint is loaded.
@@ -209,6 +218,22 @@ class MemoryBudget:
             copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
         )
+
+    def _trained(self, stage: int) -> tuple[float, float]:
+        """Return the trained parameters of the policy on a rank: non-experts' and
+        experts'. A rank that has a part of a projection has all of one factor of its
+        adapter, and both are counted whole."""
+        layers = self._layers(stage)
+        if self.adapter is None:
+            return self._divided(self._parameters(stage), layers)
+        dense = sum(self.adapter.by_layer[layer] for layer in layers)
+        experts = sum(self.adapter.experts_by_layer[layer] for layer in layers)
+        return dense, experts / self.train.layout.expert
+
+    @property
+    def _trained_total(self) -> int:
+        """Number of trained parameters of the policy, of all ranks."""
+        return self.size.total if self.adapter is None else self.adapter.total
 
     def _gradient_of_experts(self, stage: int) -> float:
         """Return the bytes of the gradient from one product for the first projection of
@@ -229,7 +254,7 @@ class MemoryBudget:
     def checkpoint_bytes(self) -> float:
         """Bytes of a checkpoint: the state of all ranks, and the model for Hugging
         Face."""
-        trained = self.size.total
+        trained = self._trained_total
         if self.has_critic:
             trained += sum(
                 self._critic_parameters(stage)
@@ -238,7 +263,7 @@ class MemoryBudget:
         of_reference = self.size.total * self._kept_item if self.reference_moves else 0
         return (
             trained * float(self._saved_bytes)
-            + self.size.total * self._item
+            + self._trained_total * self._item
             + of_reference
         )
 

@@ -25,10 +25,13 @@ _NOT_COPIED = (
     ".msgpack",
     ".h5",
     INDEX_NAME,
+    "adapter_config.json",
+    "adapter_base.json",
     MANIFEST_NAME,
     KEEP_NAME,
 )
-"""Ends of file names: the source's weights, and files that a run adds to a folder."""
+"""Ends of file names: the source's weights, what says that they are an adapter's, and
+files that a run adds to a folder."""
 
 
 def export_hugging_face(
@@ -43,7 +46,7 @@ def export_hugging_face(
     """Write the weights of `specs` beside the other files of `source`, as
     `writing_folder` does. Returns the entries of the files with weights."""
     with writing_folder(source, path, chat_template) as folder:
-        _set_dtype(folder / "config.json", specs[0].dtype)
+        set_dtype(folder / "config.json", specs[0].dtype)
         return write_weights(folder, specs, weights, max_shard_bytes=max_shard_bytes)
 
 
@@ -86,7 +89,7 @@ def copy_other_files(source: Path, to: Path) -> None:
             shutil.copyfile(file, to / ADDITIONAL_TEMPLATES / file.name)
 
 
-def _set_dtype(config_file: Path, dtype: str) -> None:
+def set_dtype(config_file: Path, dtype: str) -> None:
     """Write the weights' dtype into config.json, under the name of transformers 5."""
     hf_config = json.loads(config_file.read_text(encoding="utf-8"))
     hf_config.pop("torch_dtype", None)
