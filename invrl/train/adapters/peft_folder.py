@@ -49,11 +49,12 @@ class PeftConfig(BaseModel):
     fan_in_fan_out: Literal[False] = False
     use_rslora: Literal[False] = False
     use_dora: Literal[False] = False
-    rank_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
-    alpha_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
+    rank_pattern: dict[str, object] = Field(default_factory=dict, max_length=0)
+    alpha_pattern: dict[str, object] = Field(default_factory=dict, max_length=0)
     modules_to_save: None = None
     target_parameters: None = None
     layers_to_transform: None = None
+    layer_replication: None = None
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
