@@ -257,8 +257,8 @@ def test_a_checkpoint_has_the_adapter_alone(
     trainer.each("save", str(tmp_path / "state"))
     factors = sum(array.nbytes for array in trainer.weights().values())
     saved = sum(file.stat().st_size for file in tmp_path.rglob("*.distcp"))
-    # a factor, its master weight and two moments
-    assert 3 * factors < saved < 4 * factors + 100_000
+    # a factor, its master weight and two moments; the base alone has 600 kB
+    assert 3 * factors < saved < 4 * factors + 300_000
 
 
 def test_a_checkpoint_of_another_adapter_or_base_is_refused(
