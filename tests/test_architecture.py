@@ -76,6 +76,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "parallel",
         "weights",
         "layers",
+        "adapters",
         "model",
         "ranks",
         "critic",

@@ -16,6 +16,7 @@ from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
+from invrl.train.adapters.peft_folder import is_peft_folder
 
 
 def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
@@ -52,7 +53,9 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
             purpose = f"continue from step {latest.step}"
         yield _line(purpose, *invrl, "resume", run)
     model = checkpoints.newest_model()
-    if model:
+    if model and is_peft_folder(model):
+        yield _line("merge its adapter into the model", *invrl, "export", run)
+    elif model:
         if model.name == "hugging_face":  # within a checkpoint
             model = model.parent
         model_path = ("--model-path", str(model))

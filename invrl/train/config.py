@@ -4,21 +4,79 @@ deadlines."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from invrl.algorithms.objectives.objectives import NO_NEEDS, Needs
 from invrl.algorithms.tables import CriticConfig
 from invrl.errors import ConfigError
+from invrl.families.projections import ALL_LINEAR, Projection, targeted
+from invrl.families.registry import FAMILIES
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types.section import Section
+from invrl.types.section import COMMA_SEPARATED, Section, Text
 
 if TYPE_CHECKING:
     from invrl.families.model_config import HuggingFaceConfig
 
 MICRO_BATCH_TOKENS = 4096
 """Packed tokens of a micro-batch, if no setting and no GPU decides."""
+
+
+ADAPTER_LR = 1e-5
+"""Default learning rate of an adapter: ten times that of the whole model (`docs/lora.md`)."""
+
+
+class LoraConfig(Section):
+    """A low-rank adapter, which is trained instead of the model. PEFT's names and
+    meanings."""
+
+    rank: PositiveInt = Field(
+        32, description="rows of each A and columns of each B: PEFT's r"
+    )
+    alpha: PositiveFloat = Field(
+        32.0, description="the product B A is multiplied by alpha / rank"
+    )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the adapters' inputs that are set to 0 in training passes",
+    )
+    targets: Annotated[tuple[Text, ...], COMMA_SEPARATED] = Field(
+        (ALL_LINEAR,),
+        min_length=1,
+        description="projections that have adapters: ends of module names, as q_proj,v_proj, or all-linear",
+    )
+    experts: Literal["each", "none"] = Field(
+        "each",
+        description="each: every expert has adapters for the targets; none: the experts stay as they are",
+    )
+    path: Text | None = Field(
+        None,
+        description="PEFT folder with the adapter to begin with; left out: A is random and B is 0",
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of B and A."""
+        return self.alpha / self.rank
+
+    def projections(self, model: HuggingFaceConfig) -> list[Projection]:
+        """Return the projections of the model that have adapters. Raises ConfigError
+        for a target that the model does not have."""
+        return targeted(
+            FAMILIES[model.model_type].parameters(model),
+            self.targets,
+            with_experts=self.experts == "each",
+        )
 
 
 class TrainConfig(Section):
@@ -71,8 +129,10 @@ class TrainConfig(Section):
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
+    lora: LoraConfig | None = None
     lr: PositiveFloat = Field(
-        1e-6, description="learning rate (the highest of the schedule)"
+        1e-6,
+        description="learning rate (the highest of the schedule); with [lora], left out: 1e-5",
     )
     lr_warmup_steps: NonNegativeInt = Field(
         0,
@@ -155,6 +215,14 @@ class TrainConfig(Section):
         1800.0, description="deadline of one training step"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_rate(cls, values: Any) -> Any:
+        """Give an adapter its own default of the learning rate."""
+        if not isinstance(values, dict) or values.get("lora") in (None, False):
+            return values
+        return {"lr": ADAPTER_LR, **values}
+
     @property
     def micro_batch_tokens(self) -> int:
         """Maximum number of packed tokens of a micro-batch of several rows, on all
@@ -166,6 +234,11 @@ class TrainConfig(Section):
     def records_experts(self) -> bool:
         """Whether engines report the experts that computed their sampled tokens."""
         return self.routing_replay == "engine"
+
+    def computes_reference(self, needs: Needs) -> bool:
+        """Whether the objective's reference has weights of its own. That of an adapter
+        is the model without it."""
+        return needs.reference and self.lora is None
 
     def check_model(
         self,
@@ -187,6 +260,8 @@ class TrainConfig(Section):
                 "leave --routing-replay out",
             )
         self._check_bias_rate(model)
+        if self.lora is not None:
+            self.lora.projections(model)
         if needs.router_shift:
             self._check_router_shift(model)
 

@@ -50,6 +50,12 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
             "a checkpoint without a folder hugging_face",
             "give another checkpoint",
         )
+    if (path / "adapter_config.json").is_file():
+        raise _refuse(
+            path,
+            "it holds an adapter, not a whole model",
+            "merge it into its base with `invrl export RUN`, and give the folder that this writes",
+        )
     config = _read_json(path / "config.json", path)
     vocab_size = _check_config(path, config, families)
     _check_weights(path, config, vocab_size)

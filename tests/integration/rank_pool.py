@@ -312,7 +312,7 @@ class RankProcess:
         others."""
         import torch
 
-        weights = self._rank._weights
+        weights = self._rank._saved_weights  # of the model, or of its adapter
         values = {name: of(parameter) for name, parameter in self._trained().items()}
         tensors = weights.export(torch.float32, values)
         # Cloned, because the memory of a tensor that numpy has seen cannot be resized
@@ -324,7 +324,7 @@ class RankProcess:
         model."""
         import torch
 
-        own = self._rank._weights._own_parameters
+        own = self._rank._saved_weights._own_parameters
         return {
             name: tensor
             for name, tensor in own.items()
@@ -540,11 +540,14 @@ class RankProcess:
         )
         if self._rank._step.critic is not None:
             from invrl.train.critic.critic_model import critic_shape
+            from invrl.train.parallel.partitions import chunk_parameters
             from invrl.train.weights.conversion import ReplicaWeights
 
             shape = critic_shape(self._rank._config)
             self._critic_parts = ReplicaWeights(
-                self._rank._step.critic.models, shape, settings.layout
+                chunk_parameters(self._rank._step.critic.models),
+                shape,
+                settings.layout,
             )
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
@@ -615,6 +618,44 @@ class RankProcess:
 
     def weights(self, _: None = None) -> Arrays:
         return self._by_name(lambda parameter: parameter)
+
+    def merged_weights(self, _: None = None) -> Arrays:
+        """What engines would get in float32, on the first rank of each replica."""
+        import torch
+
+        tensors = self._rank._weights.export(torch.float32)
+        return {name: tensor.clone().numpy() for name, tensor in tensors}
+
+    def merged_checksums(self, _: None = None) -> dict[str, str]:
+        """Of what engines would get."""
+        from invrl.weights.tensors.tensor_spec import checksum
+
+        tensors = self._rank._weights.export(self._rank._served_dtype)
+        return {name: checksum(tensor) for name, tensor in tensors}
+
+    def base_checksums(self, _: None = None) -> dict[str, str]:
+        """Of this rank's frozen parameters."""
+        from invrl.weights.tensors.tensor_spec import checksum
+
+        own = self._rank._weights._own_parameters
+        return {name: checksum(tensor) for name, tensor in own.items()}
+
+    def trained_numbers(self, _: None = None) -> dict[str, int]:
+        """Parameters with gradients in Megatron's buffers, and those that the optimizer
+        has a state of."""
+        buffers = self._buffers(self._rank._step.chunks)
+        parts = self._rank._step.optimizer.chained_optimizers
+        return {
+            "parameters": sum(
+                parameter.numel() for buffer in buffers for parameter in buffer.params
+            ),
+            "optimizer": sum(
+                parameter.numel()
+                for part in parts
+                for group in part.optimizer.param_groups
+                for parameter in group["params"]
+            ),
+        }
 
     def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)

@@ -69,6 +69,8 @@ def test_setting_that_the_command_lacks_is_not_suggested():
         ("critic.model.path", "--critic.model-path"),
         ("optim.weight_decay", "--weight-decay"),
         ("rollout.dppo_threshold", "--dppo.threshold"),
+        ("--lora-rank", "--lora.rank"),
+        ("actor_rollout_ref.model.lora_alpha", "--lora.alpha"),
     ],
 )
 def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: str):
@@ -101,8 +103,8 @@ def test_epochs_of_a_run_on_rollouts_are_steps_unless_a_file_was_meant() -> None
         ("--logging-steps", "every step is logged"),
         ("--input-key", "task.payload"),
         ("--load", "--model-path"),
-        ("--use-lora", "LoRA is not there yet"),
-        ("--lora-rank", "LoRA is not there yet"),
+        ("--use-lora", "--lora.rank"),
+        ("--load-in-4bit", "not quantized"),
         (
             "actor_rollout_ref.rollout.gpu_memory_utilization",
             "--sglang-mem-fraction-static",

@@ -92,6 +92,15 @@ def test_end_of_a_run_prints_the_next_commands(
     assert measured.model.folder == newest / "hugging_face"
 
 
+def test_a_run_of_an_adapter_prints_the_command_that_merges_it(
+    config: Config, folder: RunFolder
+) -> None:
+    adapter = save(folder, 4) / "hugging_face" / "adapter_config.json"
+    adapter.write_text("{}")
+    commands = by_name(describe_next(config, folder, finished=True))
+    assert commands == {"export": [str(folder.path)]}
+
+
 def test_interrupted_run_prints_the_resume_command(
     config: Config, folder: RunFolder
 ) -> None:

@@ -46,11 +46,15 @@ def check_trainable(config: Config) -> str:
     it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
+    from invrl.train.adapters.peft_folder import check_start
 
     shape = read_hf_config(config.model.folder)
     config.train.check_model(
         shape, objective_needs(config.algorithm), config.algorithm.critic
     )
+    lora = config.train.lora
+    if lora is not None:
+        check_start(lora, lora.projections(shape))
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 

@@ -5,10 +5,9 @@ The run may be live: nothing in its folder is changed, and a checkpoint that the
 removes meanwhile is an error that says so. No engine and no trainer is needed."""
 
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from invrl.cli.arguments import (
     read_number,
@@ -23,6 +22,11 @@ from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.manifest import check_manifest, write_manifest
 from invrl.store.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    import torch
+
+    from invrl.interfaces import WeightLayout
+
 
 def export(arguments: Sequence[str]) -> None:
     """usage: invrl export RUN_FOLDER [--step N] [--out FOLDER] [--max-shard-gb GB]
@@ -30,8 +34,8 @@ def export(arguments: Sequence[str]) -> None:
       --out FOLDER      where to; a new folder or an empty one (default: NAME-step-N in the current one)
       --max-shard-gb GB largest file of weights (default: that of the run, 50)
     Writes a Hugging Face folder that transformers, SGLang and `invrl serve` load. Its tensors are
-    those of the step byte for byte. Needs no engine and no trainer, and changes nothing in the run's
-    folder, so the run may still be running."""
+    those of the step byte for byte; an adapter is merged into its base. Needs no engine and no
+    trainer, and changes nothing in the run's folder, so the run may still be running."""
     folder = read_run_folder(arguments)
     options = read_options(arguments[1:], ("--step", "--out", "--max-shard-gb"))
     step = None
@@ -109,35 +113,49 @@ def _check_model(model: Path) -> None:
 
 
 def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
-    """Copy a model. The folder appears complete, with a manifest."""
-    from safetensors import safe_open
-
-    from invrl.train.weights.hf_export import copy_other_files
+    """Copy a model, or merge an adapter into its base. The folder appears complete,
+    with a manifest."""
+    from invrl.train.adapters.merged_folder import merged_weights, read_base
+    from invrl.train.adapters.peft_folder import is_peft_folder
+    from invrl.train.weights.hf_export import copy_other_files, set_dtype
     from invrl.train.weights.safetensors_file import write_weights
-    from invrl.user_code.model_folder import tensor_files
-    from invrl.weights.tensors.tensor_spec import make_spec
 
     unfinished = target.with_name(f"{target.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    with ExitStack() as stack:
-        files = tensor_files(source)
-        opened: dict[Path, Any] = {}
-        for file in sorted(set(files.values())):
-            opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-        # In the order of the files, which is that of the trainer.
-        names = [name for file in opened.values() for name in file.offset_keys()]
-        layout = tuple(
-            make_spec(name, opened[files[name]].get_tensor(name)) for name in names
-        )
-        tensors = ((name, opened[files[name]].get_tensor(name)) for name in names)
-        copy_other_files(source, unfinished)
-        written = write_weights(
-            unfinished, layout, tensors, max_shard_bytes=max_shard_bytes
-        )
+    copy_other_files(source, unfinished)
+    if is_peft_folder(source):
+        layout, tensors = merged_weights(read_base(source), source)
+        set_dtype(unfinished / "config.json", layout[0].dtype)
+    else:
+        layout, tensors = _saved_weights(source)
+    written = write_weights(
+        unfinished, layout, tensors, max_shard_bytes=max_shard_bytes
+    )
     write_manifest(unfinished, written)
     flush_tree(unfinished)
     if target.exists():
         target.rmdir()
     unfinished.rename(target)
     flush(target.parent)
+
+
+def _saved_weights(
+    source: Path,
+) -> "tuple[WeightLayout, Iterator[tuple[str, torch.Tensor]]]":
+    """Return the layout and the tensors of a model's folder, in the order of its files,
+    which is that of the trainer."""
+    from safetensors import safe_open
+
+    from invrl.user_code.model_folder import tensor_files
+    from invrl.weights.tensors.tensor_spec import make_spec
+
+    files = tensor_files(source)
+    opened: dict[Path, Any] = {
+        file: safe_open(file, framework="pt") for file in sorted(set(files.values()))
+    }
+    names = [name for file in opened.values() for name in file.offset_keys()]
+    layout = tuple(
+        make_spec(name, opened[files[name]].get_tensor(name)) for name in names
+    )
+    return layout, ((name, opened[files[name]].get_tensor(name)) for name in names)

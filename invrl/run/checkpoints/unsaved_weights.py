@@ -15,6 +15,7 @@ from invrl.host.files.disk import is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.train.adapters.peft_folder import is_peft_folder
 
 SAVE_AFTER_INTERRUPT_S = 120.0
 """Seconds for the trainer's current batch, and for saving the weights after it."""
@@ -114,4 +115,7 @@ def _describe_weights(checkpoints: Checkpoints, step: int) -> str:
     resume = "there is no checkpoint to resume from"
     if latest is not None:
         resume = f"a run resumes from step {latest.step}"
-    return f"model of step {step}: {model} (for --model-path; {resume})"
+    use = "for --model-path"
+    if is_peft_folder(model):
+        use = "an adapter, which `invrl export` merges"
+    return f"model of step {step}: {model} ({use}; {resume})"

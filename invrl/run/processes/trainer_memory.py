@@ -33,7 +33,8 @@ def trainer_memory(config: Config, *, gpus: int, gpu_bytes: int) -> MemoryBudget
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            frozen_models=needs.reference + (config.teacher_folder is not None),
+            frozen_models=config.train.computes_reference(needs)
+            + (config.teacher_folder is not None),
             reference_moves=config.algorithm.reference_moves,
             reference_is_averaged=config.algorithm.reference.ema is not None,
             has_critic=needs.values and config.critic_layout is None,

@@ -19,6 +19,7 @@ from invrl.run.settings.algorithm_contradictions import (
     Contradictions,
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
+from invrl.run.settings.lora_contradictions import adapter
 from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.types.section import Section
@@ -431,7 +432,7 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, *TRAINER)
+_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, adapter, *TRAINER)
 _WITH_ROLLOUTS = (
     _names,
     _choices,
@@ -441,6 +442,7 @@ _WITH_ROLLOUTS = (
     _batch,
     _staleness,
     *WITH_ROLLOUTS,
+    adapter,
     _difficulty,
     *TRAINER,
     _evaluation,

@@ -26,6 +26,11 @@ OTHER_TRAINERS: dict[str, str] = {
     "critic.value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
     "critic.gae_lambda": "lam lambd lambda gae_lam",
     "discount": "gamma",
+    "lora.rank": "lora_rank lora_r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "lora_target_modules target_modules lora_targets",
+    "lora.path": "lora_path adapter_path adapter_name_or_path peft_model_path lora_adapter_path",
     "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio lr_warmup_fraction",
     "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler learning_rate_scheduler",
     "lr_min": "min_lr min_lr_ratio",
@@ -214,9 +219,11 @@ _ANSWERS = {
         "input_key prompt_key prompt_column question_key query_key text_column dataset_text_field"
         " input_template metadata_key"
     ),
-    "leave it out: all weights are trained, LoRA is not there yet": (
-        "lora use_lora enable_lora lora_rank lora_r lora_alpha lora_dropout lora_target_modules"
-        " target_modules peft use_peft peft_config qlora load_in_4bit load_in_8bit"
+    "write --lora.rank N: it trains an adapter instead of the whole model": (
+        "lora use_lora enable_lora peft use_peft peft_config"
+    ),
+    "leave it out: the weights are not quantized; --lora.rank N trains an adapter beside them": (
+        "qlora load_in_4bit load_in_8bit"
     ),
     "write --megatron-recompute-granularity full --megatron-recompute-method uniform "
     "--megatron-recompute-num-layers 1": (

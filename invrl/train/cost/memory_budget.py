@@ -13,7 +13,7 @@ from invrl.families.hf_config import read_hf_config
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.config import TrainConfig
 from invrl.train.cost.activation_memory import LayerActivations, Recomputation
-from invrl.train.cost.model_size import ModelSize
+from invrl.train.cost.model_size import AdapterSize, ModelSize
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime.logit_blocks import BLOCK_BYTES, KEPT_BYTES
 from invrl.train.runtime.optimizer_memory import OFFLOADED_BYTES, STAGED_GRADIENT_BYTES
@@ -80,6 +80,8 @@ class MemoryBudget:
     train: TrainConfig
     config: HuggingFaceConfig
     size: ModelSize
+    adapter: AdapterSize | None
+    """Trained beside the frozen model; None: the model is trained."""
     frozen_models: int
     """Number of references and teachers that the trainer computes."""
     reference_moves: bool
@@ -119,7 +121,11 @@ class MemoryBudget:
         """Read the budget of a folder that has passed `check_model_folder`. `megatron`
         has the `--megatron-*` options."""
         config = read_hf_config(folder)
+        adapter = None
+        if train.lora is not None:
+            adapter = AdapterSize.of(folder, config, train.lora)
         return MemoryBudget(
+            adapter=adapter,
             train=train,
             config=config,
             size=ModelSize.of(folder, config),
@@ -154,13 +160,17 @@ class MemoryBudget:
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
         parameters = sum(self._trained(stage))
+        frozen = 0.0
+        if self.adapter is not None:
+            frozen = sum(self._divided(self._parameters(stage), self._layers(stage)))
         # In float32 the weights are their own master weights.
         optimizer = self._share(stage) * (12 if self._item == 2 else 8)
         if self.train.optimizer_cpu_offload:
             optimizer = 0.0 if self.on_cuda else self._offloaded(stage)
         loading = 0.0
-        if not self.on_cuda:
-            # A saved tensor and a buffer for it. The vocabulary's weight is the largest.
+        if not self.on_cuda and (self.adapter is None or self.has_critic):
+            # A saved tensor and a buffer for it. The vocabulary's weight is the largest;
+            # factors are small.
             loading = 2.0 * _FLOAT_BYTES * self.size.vocabulary
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
@@ -176,9 +186,9 @@ class MemoryBudget:
         of_vocabulary = (
             (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
         )
-        gradients = parameters * 4 + max(
-            of_vocabulary, self._gradient_of_experts(stage)
-        )
+        gradients = parameters * 4.0
+        if self.adapter is None or self.has_critic:
+            gradients += max(of_vocabulary, self._gradient_of_experts(stage))
         staging = 0.0
         if is_first and self.arena_on_gpu == self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
@@ -191,9 +201,9 @@ class MemoryBudget:
                     * self._kept_item
                 )
             if is_first:  # the policy, for Hugging Face
-                copy += self.size.total * self._item
+                copy += self._trained_total * self._item
         return MemoryEstimate(
-            weights=parameters * self._item + reference.kept,
+            weights=(parameters + frozen) * self._item + reference.kept,
             gradients=gradients,
             optimizer=optimizer,
             # Nothing is written while a checkpoint is loaded.
@@ -207,15 +217,30 @@ class MemoryBudget:
     def _trained(self, stage: int) -> tuple[float, float]:
         """Return the parameters that a rank trains, with those of a critic on the same
         ranks: non-experts' and experts'."""
-        layers = self._layers(stage)
-        dense, experts = self._divided(self._parameters(stage), layers)
+        dense, experts = self._trained_of_policy(stage)
         if self.has_critic:
             dense_of_critic, experts_of_critic = self._divided(
-                self._critic_parameters(stage), layers
+                self._critic_parameters(stage), self._layers(stage)
             )
             dense += dense_of_critic
             experts += experts_of_critic
         return dense, experts
+
+    def _trained_of_policy(self, stage: int) -> tuple[float, float]:
+        """Return the trained parameters of the policy on a rank: non-experts' and
+        experts'. A rank that has a part of a projection has all of one factor of its
+        adapter, and both are counted whole."""
+        layers = self._layers(stage)
+        if self.adapter is None:
+            return self._divided(self._parameters(stage), layers)
+        dense = sum(self.adapter.by_layer[layer] for layer in layers)
+        experts = sum(self.adapter.experts_by_layer[layer] for layer in layers)
+        return dense, experts / self.train.layout.expert
+
+    @property
+    def _trained_total(self) -> int:
+        """Number of trained parameters of the policy, of all ranks."""
+        return self.size.total if self.adapter is None else self.adapter.total
 
     def _share(self, stage: int) -> float:
         """Return the number of parameters whose optimizer state a rank holds."""
@@ -266,7 +291,7 @@ class MemoryBudget:
     def checkpoint_bytes(self) -> float:
         """Bytes of a checkpoint: the state of all ranks, and the model for Hugging
         Face."""
-        trained = self.size.total
+        trained = self._trained_total
         if self.has_critic:
             trained += sum(
                 self._critic_parameters(stage)
@@ -275,7 +300,7 @@ class MemoryBudget:
         of_reference = self.size.total * self._kept_item if self.reference_moves else 0
         return (
             trained * float(self._saved_bytes)
-            + self.size.total * self._item
+            + self._trained_total * self._item
             + of_reference
         )
 

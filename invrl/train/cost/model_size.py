@@ -13,6 +13,7 @@ from pathlib import Path
 
 from invrl.families.hf_config import read_hf_config
 from invrl.families.model_config import HuggingFaceConfig
+from invrl.train.config import LoraConfig
 from invrl.user_code.model_folder import tensor_shapes
 
 _UNKNOWN_ATTENTION_TOKENS = 4096
@@ -77,6 +78,35 @@ def _by_layer(counts: Mapping[str, int], config: HuggingFaceConfig) -> tuple[int
         sum(count for name, count in counts.items() if f".layers.{layer}." in name)
         for layer in range(config.num_hidden_layers)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSize:
+    """Numbers of parameters of an adapter."""
+
+    by_layer: tuple[int, ...]
+    """Those of each decoder layer, without its experts."""
+    experts_by_layer: tuple[int, ...]
+
+    @staticmethod
+    def of(folder: Path, config: HuggingFaceConfig, lora: LoraConfig) -> "AdapterSize":
+        shapes = tensor_shapes(folder)
+        dense: Counter[int] = Counter()
+        experts: Counter[int] = Counter()
+        for projection in lora.projections(config):
+            layer = projection.parameter.layer
+            assert layer is not None, "projections are in decoder layers"
+            counted = dense if projection.parameter.expert is None else experts
+            counted[layer] += lora.rank * sum(shapes[f"{projection.name}.weight"])
+        layers = range(config.num_hidden_layers)
+        return AdapterSize(
+            by_layer=tuple(dense[layer] for layer in layers),
+            experts_by_layer=tuple(experts[layer] for layer in layers),
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_layer) + sum(self.experts_by_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

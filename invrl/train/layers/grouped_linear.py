@@ -28,7 +28,7 @@ def grouped_linear(
 
     `sizes_E` are the numbers of rows of the groups, which follow each other. `weights`
     has one [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
-    `supports_num_rows` checks I and O.
+    A frozen weight gets none. `supports_num_rows` checks I and O.
     """
     return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
 
@@ -57,6 +57,12 @@ class _GroupedLinear(torch.autograd.Function):
         context: Any, gradient_PO: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         rows_PI, ends_E, *weights = context.saved_tensors
+        if not any(context.needs_input_grad[2:]):
+            return (
+                _gradient_of_rows(gradient_PO, weights, ends_E),
+                None,
+                *(None for _ in weights),
+            )
         if not len(rows_PI):
             return (
                 torch.zeros_like(rows_PI),
@@ -64,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
                 *(torch.zeros_like(weight) for weight in weights),
             )
         gradient_PO = _row_major(gradient_PO)
-        rows_gradient_PI = grouped_mm(gradient_PO, stacked(weights), offs=ends_E)
+        rows_gradient_PI = _gradient_of_rows(gradient_PO, weights, ends_E)
         weight_gradients = list(
             grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E).unbind()
         )
@@ -74,6 +80,14 @@ class _GroupedLinear(torch.autograd.Function):
             ):  # torch's kernel may leave it unwritten (pytorch/pytorch issue 172439)
                 weight_gradients[group].zero_()
         return rows_gradient_PI, None, *weight_gradients
+
+
+def _gradient_of_rows(
+    gradient_PO: torch.Tensor, weights: Sequence[torch.Tensor], ends_E: torch.Tensor
+) -> torch.Tensor:
+    if not len(gradient_PO):  # the kernel has no form for it
+        return gradient_PO.new_zeros(0, weights[0].shape[1])
+    return grouped_mm(_row_major(gradient_PO), stacked(weights), offs=ends_E)
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:

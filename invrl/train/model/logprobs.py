@@ -338,7 +338,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         """Return the sum over the targets n of row u, with z = logits / temperature and
         p = softmax(z[u]):
 
@@ -368,7 +368,9 @@ class _ProjectedLogprobs(torch.autograd.Function):
         hidden_grad_UH = torch.zeros(
             hidden_UH.shape, dtype=logsum_U.dtype, device=logsum_U.device
         )
-        weight_grad_VH = torch.empty_like(weight_VH)
+        weight_grad_VH = None  # as long as the weight is frozen
+        if ctx.needs_input_grad[1]:
+            weight_grad_VH = torch.empty_like(weight_VH)
         for index, block in enumerate(wanted.blocks):
             is_kept = index < len(kept)
             projected_UW = (
@@ -381,7 +383,8 @@ class _ProjectedLogprobs(torch.autograd.Function):
                     projected_UW, slopes, scale_S, wanted, block, is_kept=is_kept
                 )
             _add_product(hidden_grad_UH, grad_UW, weight_VH[block.vocabulary])
-            torch.mm(grad_UW.T, hidden_UH, out=weight_grad_VH[block.vocabulary])
+            if weight_grad_VH is not None:
+                torch.mm(grad_UW.T, hidden_UH, out=weight_grad_VH[block.vocabulary])
         return hidden_grad_UH.to(hidden_UH.dtype), weight_grad_VH, None, None
 
 

@@ -35,6 +35,7 @@ from invrl.families.model_config import (
     LatentAttention,
 )
 from invrl.families.rope import Rope, attention_factor
+from invrl.train.adapters.adapter import Adapter
 from invrl.train.batches.micro_batch import MicroBatch
 from invrl.train.layers.attention import PackedRow
 from invrl.train.layers.expert_router import counting, expert_routers
@@ -66,10 +67,14 @@ class PolicyModel(GPTModel):
     routing: RoutingRecorder | None = None
     """Set if routing is replayed. The trained model has one, its frozen reference has
     none."""
+    adapter: Adapter | None
+    """Trained instead of the other parameters, which are frozen. None: they are
+    trained."""
 
     def describe(self, shape: HuggingFaceConfig) -> None:
         """Complete the construction, whose arguments are Megatron's."""
         self.shape = shape
+        self.adapter = None
         self._routers = expert_routers(self)
         attentions = [
             shape.attention(layer) for layer in range(shape.num_hidden_layers)
@@ -97,6 +102,8 @@ class PolicyModel(GPTModel):
         the last the hidden states [Q, 1, hidden] of this rank's tokens, which
         Megatron's schedule passes on."""
         share = own_share(micro_batch)
+        if self.adapter is not None:
+            self.adapter.drops = torch.is_grad_enabled()
         routing = None
         if self.routing is not None:
             routing = self.routing.begin(self.vp_stage or 0, share)
@@ -196,10 +203,14 @@ class PolicyModel(GPTModel):
             input_ids=tokens_Q[None], position_ids=positions_Q[None]
         )
         scale = self.shape.embedding_scale
-        if scale is None:
-            return hidden
-        # transformers rounds the factor to the dtype of the weights.
-        return hidden * torch.tensor(scale).to(hidden)
+        if scale is not None:
+            # transformers rounds the factor to the dtype of the weights.
+            hidden = hidden * torch.tensor(scale).to(hidden)
+        if self.adapter is not None and torch.is_grad_enabled():
+            # Layers that are computed again need an input with a gradient, and a frozen
+            # embedding has none.
+            hidden = hidden.detach().requires_grad_()
+        return hidden
 
     def _projection_weight(self) -> torch.Tensor:
         """Return the weight [V, hidden] whose product with a hidden state is its

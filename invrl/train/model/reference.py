@@ -23,6 +23,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from invrl.families.model_config import HuggingFaceConfig
+from invrl.train.adapters.adapter import adapters_off
 from invrl.train.model.policy_model import PolicyModel
 from invrl.train.parallel.partitions import chunk_parameters
 from invrl.train.runtime import device
@@ -32,6 +33,20 @@ SAVED_PREFIX = "reference."
 """Prefix of its weights' names in a checkpoint."""
 Placement = Literal["cpu", "cpu_by_layer", "device"]
 """Values of the setting `reference_placement`."""
+
+
+class BaseReference:
+    """The reference of an adapter: the model itself without it. It has no weights of
+    its own."""
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        self._chunks = chunks
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the chunks compute without their adapters."""
+        with adapters_off(self._chunks):
+            yield
 
 
 class FrozenReference:
@@ -49,6 +64,7 @@ class FrozenReference:
         """`folder` has the weights, of a model like that of `chunks`. `is_averaged`
         keeps them in float32, in which small changes are not lost. Raises TrainError
         unless they fit."""
+        self._chunks = chunks
         own_parameters = chunk_parameters(chunks)
         weights = {
             name: _kept(tensor, own_parameters[name], placement, is_averaged)
@@ -110,9 +126,10 @@ class FrozenReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the chunks compute with the reference's weights. For passes without
-        gradient."""
+        """Let the chunks compute with the reference's weights, without adapters. For
+        passes without gradient."""
         with ExitStack() as stack:
+            stack.enter_context(adapters_off(self._chunks))
             stack.callback(self._rest.put_back)
             self._rest.bring_in()
             for layer, exchange in self._layers:

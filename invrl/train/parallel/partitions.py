@@ -19,6 +19,7 @@ from invrl.families.parameter import Parameter
 _LAYERS = "decoder.layers."
 _LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
+_ADAPTER = "adapter."
 HEAD = "output_layer.weight"
 """The projection to the vocabulary, or the value head of a critic: Megatron expects one
 of this name."""
@@ -26,7 +27,7 @@ of this name."""
 
 def chunk_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
     """Return the saved tensors of a rank's chunks, parameters and buffers, by their
-    names in a model on one rank.
+    names in a model on one rank. Those of an adapter are left out.
 
     Megatron counts the layers of each chunk and the experts of each rank from 0. If the
     embedding is also the head, the last stage has a copy of it, which has the
@@ -41,6 +42,8 @@ def chunk_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
             name: buffer for name, buffer in chunk.named_buffers() if name in saved
         }
         for name, tensor in tensors.items():
+            if name.startswith(_ADAPTER):
+                continue
             if name.startswith(_LAYERS):
                 number, _, rest = name.removeprefix(_LAYERS).partition(".")
                 name = f"{_LAYERS}{first_layer + int(number)}.{_with_expert_number(rest, chunk.config)}"

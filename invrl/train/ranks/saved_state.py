@@ -108,6 +108,8 @@ class Trained:
     ) -> dict[str, Any]:
         model: dict[str, Any] = {
             name: chunk.sharded_state_dict(metadata=metadata)
+            if chunk.adapter is None
+            else chunk.adapter.sharded_state(metadata)
             for name, chunk in self._chunks.items()
         }
         parts = self._optimizer.chained_optimizers
@@ -133,7 +135,10 @@ class Trained:
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in the form of `sharded_state`, filled."""
         for name, chunk in self._chunks.items():
-            chunk.load_state_dict(state[name])
+            if chunk.adapter is None:
+                chunk.load_state_dict(state[name])
+            else:
+                chunk.adapter.load_state(state[name])
         for _, of_part in self._by_part(state["optimizer"]):
             of_part.pop("param_state", None)  # read into its place already
         self._optimizer.load_state_dict(state["optimizer"])

@@ -24,7 +24,7 @@ from invrl.train.model.pipeline_schedule import (
     forward_pass,
     pack_sequences,
 )
-from invrl.train.model.reference import FrozenReference
+from invrl.train.model.reference import BaseReference, FrozenReference
 from invrl.train.model.step_progress import StepProgress
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
@@ -106,7 +106,7 @@ class LogprobPasses:
 
     def frozen_logprobs(
         self,
-        frozen: FrozenReference | None,
+        frozen: FrozenReference | BaseReference | None,
         phase: str,
         packed: Sequence[Packed],
         seconds: dict[str, float],

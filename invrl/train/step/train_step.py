@@ -46,7 +46,7 @@ from invrl.train.model.pipeline_schedule import (
     SampleNumbers,
     concatenate_micro_batches,
 )
-from invrl.train.model.reference import FrozenReference
+from invrl.train.model.reference import BaseReference, FrozenReference
 from invrl.train.model.step_progress import StepProgress
 from invrl.train.parallel.process_group import any_rank
 from invrl.train.parallel_layout import ParallelLayout
@@ -93,7 +93,7 @@ class TrainStep:
     stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
-    reference: FrozenReference | None
+    reference: FrozenReference | BaseReference | None
     teacher: FrozenReference | None
     """None: the objective needs none, or the samples already have the teacher's
     log-probs."""
@@ -407,7 +407,7 @@ class TrainStep:
     def _move_reference(self, shard: Shard) -> None:
         """Let the reference follow the policy, if the settings say so. A version is a
         batch, and the batch's own is that of the weights before it."""
-        if self.reference is None or not shard:
+        if not isinstance(self.reference, FrozenReference) or not shard:
             return
         interval = self.algorithm.reference.reset_steps
         if interval and (shard[0].version + 1) % interval == 0:

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from invrl.train.model.policy_model import PolicyModel
     from invrl.train.step.prepared_batch import BatchWithAdvantages, Prepared
     from invrl.train.step.train_step import TrainStep
+    from invrl.train.weights.conversion import ReplicaWeights
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -85,7 +86,10 @@ class TrainRank(SavingRank):
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
+        from invrl.train.adapters.adapter import MergedWeights, attach_adapters
+        from invrl.train.adapters.trained_adapter import TrainedAdapter
         from invrl.train.model.policy_model import PolicyModel, build_model
+        from invrl.train.parallel.partitions import chunk_parameters
         from invrl.train.parallel.process_group import join_process_group
         from invrl.train.runtime.offloading import TrainingMemory
         from invrl.train.trainer.trainer_state import TrainerState
@@ -106,10 +110,27 @@ class TrainRank(SavingRank):
             settings.layout,
             options.transformer,
         )
-        self._weights = ReplicaWeights(chunks, self._config, settings.layout)
+        if train.lora is not None:
+            attach_adapters(chunks, self._config, train.lora, settings.seed)
+        self._weights = ReplicaWeights(
+            chunk_parameters(chunks),
+            self._config,
+            settings.layout,
+            offered=None if train.lora is None else MergedWeights(chunks),
+        )
         # What is known of the folder is read now, because it may be gone later.
         self._trained_specs = weight_specs(self._config, folder, self._train_dtype)
         self._served_specs = weight_specs(self._config, folder, self._served_dtype)
+        self._adapter: TrainedAdapter | None = None
+        if train.lora is not None:
+            self._adapter = TrainedAdapter(
+                chunks,
+                self._config,
+                train.lora,
+                settings.layout,
+                base_path=folder,
+                base_specs=self._trained_specs,
+            )
         self._masks = GrammarMasks(folder, self._config.vocab_size)
         shares_critic = (
             needs.values and train.critic_layout(settings.algorithm.critic) is None
@@ -117,7 +138,7 @@ class TrainRank(SavingRank):
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
-            frozen_models=needs.reference + bool(settings.teacher_path),
+            frozen_models=train.computes_reference(needs) + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
             reference_is_averaged=settings.algorithm.reference.ema is not None,
             has_critic=shares_critic,
@@ -138,7 +159,11 @@ class TrainRank(SavingRank):
             critic = make_critic(settings, self._config, options)
         self._step = self._build_step(chunks, critic, options)
         state = TrainerState(
-            chunks, self._step.optimizer, self._step.schedule, self._step
+            chunks,
+            self._step.optimizer,
+            self._step.schedule,
+            self._step,
+            self._adapter,
         )
         super().__init__(state, state.load)
         self._training_memory = TrainingMemory(
@@ -161,7 +186,7 @@ class TrainRank(SavingRank):
         from invrl.train.layers.expert_load import ExpertRouters
         from invrl.train.layers.routing_replay import RoutingRecorder
         from invrl.train.model.optimizer import distribute, make_schedule
-        from invrl.train.model.reference import FrozenReference
+        from invrl.train.model.reference import BaseReference, FrozenReference
         from invrl.train.step.train_step import TrainStep
 
         settings = self._settings
@@ -184,7 +209,9 @@ class TrainRank(SavingRank):
             FrozenReference, chunks, self._config, placement=train.reference_placement
         )
         reference = None
-        if needs.reference:
+        if needs.reference and train.lora is not None:
+            reference = BaseReference(chunks)
+        elif needs.reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
                 is_averaged=settings.algorithm.reference.ema is not None,
@@ -362,7 +389,7 @@ class TrainRank(SavingRank):
             )
             return stage_first(self._transport, version, self.layout(), parts, others)
         staged = self._collect(
-            self._served_dtype,
+            self._weights.export(self._served_dtype),
             lambda weights: self._transport.stage(version, weights),
         )
         if staged is None:
@@ -423,7 +450,7 @@ class TrainRank(SavingRank):
         """Copy the weights, and begin to write them like `export_hugging_face`, during
         training. `model_written` gets the result."""
         copies: deque[tuple[str, torch.Tensor]] = deque()
-        for name, tensor in self._weights.export(self._train_dtype):
+        for name, tensor in self._saved_weights.export(self._train_dtype):
             copies.append((name, tensor.detach().to("cpu", copy=True)))
         if not self._weights.collects:
             self.model_written = Future()
@@ -433,18 +460,29 @@ class TrainRank(SavingRank):
         weights = (copies.popleft() for _ in range(len(copies)))
         self.model_written = self._writer.submit(self._write_model, path, weights)
 
+    @property
+    def _saved_weights(self) -> "ReplicaWeights":
+        """Weights that a checkpoint has as a Hugging Face or PEFT folder."""
+        return self._weights if self._adapter is None else self._adapter.weights
+
     def copy_checkpoint(self, path: str) -> None:
         self._memory_budget = replace(self._memory_budget, copies_checkpoints=True)
         super().copy_checkpoint(path)
 
     def export_hugging_face(self, path: str) -> FileEntries:
         """Write a folder that plain transformers loads: weights in the training dtype,
-        the chat template that the run uses, and the other files unchanged. One rank
-        writes; the others send their parts. Returns the entries of the files with
-        weights, on the rank that writes."""
-        return self._collect(self._train_dtype, partial(self._write_model, path)) or {}
+        the chat template that the run uses, and the other files unchanged. Of a run
+        that trains an adapter, a PEFT folder. One rank writes; the others send their
+        parts. Returns the entries of the files with weights, on the rank that
+        writes."""
+        weights = self._saved_weights.export(self._train_dtype)
+        return self._collect(weights, partial(self._write_model, path)) or {}
 
     def _write_model(self, path: str, weights: Weights) -> FileEntries:
+        if self._adapter is not None:
+            return self._adapter.write(
+                weights, path, chat_template=self._settings.chat_template
+            )
         from invrl.train.weights.hf_export import export_hugging_face
 
         return export_hugging_face(
@@ -457,11 +495,10 @@ class TrainRank(SavingRank):
         )
 
     def _collect(
-        self, dtype: torch.dtype, write: Callable[[Weights], Result]
+        self, weights: Weights, write: Callable[[Weights], Result]
     ) -> Result | None:
-        """Write the model's weights on the rank that collects them. None on the others,
+        """Write exported weights on the rank that collects them. None on the others,
         which send their parts."""
-        weights = self._weights.export(dtype)
         if not self._weights.collects:
             for name, _ in weights:
                 raise AssertionError(f"{name} was collected on a rank that only sends")

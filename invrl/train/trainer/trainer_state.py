@@ -13,9 +13,10 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from invrl.errors import TrainError
+from invrl.train.adapters.trained_adapter import TrainedAdapter, check_record
 from invrl.train.critic.critic_state import CriticState, critic_folder
 from invrl.train.model.policy_model import PolicyModel
-from invrl.train.model.reference import SAVED_PREFIX
+from invrl.train.model.reference import SAVED_PREFIX, FrozenReference
 from invrl.train.ranks.checkpoint_writer import StatePlaceholders
 from invrl.train.ranks.saved_state import (
     SavedState,
@@ -36,13 +37,17 @@ class TrainerState(SavedState):
         optimizer: ChainedOptimizer,
         schedule: OptimizerParamScheduler,
         step: TrainStep,
+        adapter: TrainedAdapter | None = None,
     ) -> None:
         """`step` has the adapted settings, a reference that may move, and the critic,
-        if there is one."""
+        if there is one. `adapter` is what is trained instead of the model."""
         self._step = step
-        self._moving_reference = (
-            step.reference if step.algorithm.reference_moves else None
-        )
+        self._adapter = adapter
+        self._moving_reference = None
+        if step.algorithm.reference_moves and isinstance(
+            step.reference, FrozenReference
+        ):
+            self._moving_reference = step.reference
         self._policy = Trained(chunks, optimizer, schedule)
         optimizers = [optimizer]
         placeholders = StatePlaceholders()
@@ -57,6 +62,8 @@ class TrainerState(SavedState):
         is none."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
+        common = dist_checkpointing.load_common_state_dict(path)
+        check_record(path, common.get("adapter"), self._adapter)
         if self._critic is not None:
             critic_folder(path)
         if self._moving_reference is not None and not _has_reference(path):
@@ -98,6 +105,8 @@ class TrainerState(SavedState):
                     state[name]
                 )
         state["adapted"] = dict(self._step.adapted.state)
+        if self._adapter is not None:
+            state["adapter"] = self._adapter.record
         return state
 
 

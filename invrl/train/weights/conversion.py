@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
 from invrl.errors import TrainError
@@ -28,7 +27,6 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.families.parameter import Parameter, join, split
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
-from invrl.train.parallel.partitions import chunk_parameters
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
 from invrl.types.weights import TensorSpec
@@ -87,7 +85,7 @@ def read_weights(
             continue  # on another pipeline stage, or another rank's expert
         shape = own_parameters[parameter.megatron].shape
         tensors = [
-            _own_part(opened[files[name]], name, parameter.divided_dimension)
+            own_part(opened[files[name]].get_slice(name), parameter.divided_dimension)
             for name in parameter.hugging_face
         ]
         joined = join(parameter.fusion, tensors, groups=_own_groups(config))
@@ -99,12 +97,11 @@ def read_weights(
         yield parameter.megatron, joined
 
 
-def _own_part(file: Any, name: str, dimension: int | None) -> torch.Tensor:
-    """Return a tensor of an open safetensors file: this tensor-parallel rank's part
-    along `dimension`, all of it if that is None."""
+def own_part(whole: Any, dimension: int | None) -> torch.Tensor:
+    """Return a tensor from the slice of an open safetensors file: this tensor-parallel
+    rank's part along `dimension`, all of it if that is None."""
     if dimension is None:
-        return file.get_tensor(name)
-    whole = file.get_slice(name)
+        return whole[:]
     part_size = (
         whole.get_shape()[dimension]
         // parallel_state.get_tensor_model_parallel_world_size()
@@ -138,15 +135,22 @@ class ReplicaWeights:
 
     def __init__(
         self,
-        chunks: Sequence[GPTModel],
+        own_parameters: Mapping[str, torch.Tensor],
         config: HuggingFaceConfig,
         layout: ParallelLayout,
+        *,
+        table: Sequence[Parameter] | None = None,
+        offered: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """All ranks call it together. Raises TrainError for a parameter that no rank of
-        the copy has."""
+        """`own_parameters` are those of this rank, by name in the whole model. `table`
+        lists those that are offered; None: all of the model. `offered` has their
+        values, computed when they are read; None: they are offered as they are. All
+        ranks call it together. Raises TrainError for a parameter that no rank of the
+        copy has."""
         self._config = config
-        self._table = parameters(config)
-        self._own_parameters = chunk_parameters(chunks)
+        self._table = parameters(config) if table is None else table
+        self._own_parameters = own_parameters
+        self._offered = own_parameters if offered is None else offered
         self._rank = torch.distributed.get_rank()
         self._ranks = layout.model_copy(layout.coordinates(self._rank).data)
         self._holdings = self._exchange_holdings(layout)
@@ -169,7 +173,7 @@ class ReplicaWeights:
         """
         table = self._table
         if values is None:
-            values = self._own_parameters
+            values = self._offered
         else:
             table = [parameter for parameter in table if parameter.is_trained]
         for bucket in self._buckets(table, dtype):
@@ -198,7 +202,7 @@ class ReplicaWeights:
             holding = self._holdings[parameter.megatron]
             if self._rank not in holding.ranks:
                 continue
-            own = self._own_parameters[parameter.megatron].detach()
+            own = self._offered[parameter.megatron].detach()
             converted = own.to(_exported_dtype(parameter, dtype))
             groups = _own_groups(self._config)
             pieces = split(

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,10 +25,13 @@ _NOT_COPIED = (
     ".msgpack",
     ".h5",
     INDEX_NAME,
+    "adapter_config.json",
+    "adapter_base.json",
     MANIFEST_NAME,
     KEEP_NAME,
 )
-"""Ends of file names: the source's weights, and files that a run adds to a folder."""
+"""Ends of file names: the source's weights, what says that they are an adapter's, and
+files that a run adds to a folder."""
 
 
 def export_hugging_face(
@@ -39,14 +43,22 @@ def export_hugging_face(
     chat_template: str = "",
     max_shard_bytes: float,
 ) -> FileEntries:
-    """Write the weights of `specs`, and copy configuration, tokenizer and template from
-    `source`.
+    """Write the weights of `specs` beside the other files of `source`, as
+    `writing_folder` does. Returns the entries of the files with weights."""
+    with writing_folder(source, path, chat_template) as folder:
+        set_dtype(folder / "config.json", specs[0].dtype)
+        return write_weights(folder, specs, weights, max_shard_bytes=max_shard_bytes)
+
+
+@contextmanager
+def writing_folder(source: str, path: str, chat_template: str) -> Iterator[Path]:
+    """Offer a new folder with configuration, tokenizer and template of `source`, to be
+    filled.
 
     A `chat_template` replaces the source's own, so that the model is served with the
     template it was trained with. The folder appears whole at `path` and replaces one
     that was there; its files are on disk by then. The files get ordinary modes,
-    whatever the modes of the source's files. Returns the entries of the files with
-    weights.
+    whatever the modes of the source's files.
     """
     folder = Path(path)
     new_folder = folder.with_name(folder.name + ".new")
@@ -57,13 +69,11 @@ def export_hugging_face(
         # transformers reads this file before the templates in tokenizer_config.json.
         (new_folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         shutil.rmtree(new_folder / ADDITIONAL_TEMPLATES, ignore_errors=True)
-    _set_dtype(new_folder / "config.json", specs[0].dtype)
-    entries = write_weights(new_folder, specs, weights, max_shard_bytes=max_shard_bytes)
+    yield new_folder
     flush_tree(new_folder)
     shutil.rmtree(folder, ignore_errors=True)
     new_folder.rename(folder)
     flush(folder.parent)
-    return entries
 
 
 def copy_other_files(source: Path, to: Path) -> None:
@@ -79,7 +89,7 @@ def copy_other_files(source: Path, to: Path) -> None:
             shutil.copyfile(file, to / ADDITIONAL_TEMPLATES / file.name)
 
 
-def _set_dtype(config_file: Path, dtype: str) -> None:
+def set_dtype(config_file: Path, dtype: str) -> None:
     """Write the weights' dtype into config.json, under the name of transformers 5."""
     hf_config = json.loads(config_file.read_text(encoding="utf-8"))
     hf_config.pop("torch_dtype", None)
