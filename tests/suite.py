@@ -332,11 +332,14 @@ def progress_line(
     left = ""
     if of_all > 0.02:
         left = f", about {took_s * (1 / of_all - 1) / 60:.0f} min left"
-    files = ", ".join(
-        worker.running for worker in workers if worker.process.poll() is None
-    )
+    running = [
+        worker.running
+        for worker in workers
+        if worker.running and worker.process.poll() is None
+    ]
+    now = f"; now {', '.join(running)}" if running else ""
     minutes, seconds = divmod(int(took_s), 60)
-    return f"[{minutes:2}:{seconds:02}] {num_done} tests done, {num_failed} failed{left}; now {files}"
+    return f"[{minutes:2}:{seconds:02}] {num_done} tests done, {num_failed} failed{left}{now}"
 
 
 # ------------------------------------------------- in a worker, as a plugin of pytest
@@ -363,9 +366,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     for part in take_from_queue(queue):
         sys.dont_write_bytecode = False
         gc.disable()
+        names = {TESTS.parent / file: file for file in part}
         items: list[pytest.Item] = []
-        for file in part:
-            items.extend(session.genitems(module_of[TESTS.parent / file]))
+        for path in names:
+            items.extend(session.genitems(module_of[path]))
         session.items = items
         session.config.hook.pytest_collection_modifyitems(
             session=session, config=session.config, items=items
@@ -377,7 +381,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         num_collected += len(items)
         for item, following in itertools.zip_longest(items, items[1:]):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        for file in part:
+            if following is None or following.path != item.path:
+                _say(f"did {names.pop(item.path)}")
+        for file in names.values():  # nothing of them was chosen
             _say(f"did {file}")
     session.testscollected = num_collected
     return True
