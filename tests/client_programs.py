@@ -25,6 +25,8 @@ from pathlib import Path
 from launch.uv_settings import uv_variables
 
 PROGRAMS = Path(__file__).parent / "clients"
+_REQUIREMENTS = {"google_adk_agent.py": "requirements-adk.txt"}
+"""File of requirements of a program that cannot have those of the others."""
 CODEX = "@openai/codex@0.169.0"
 CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.330"
 GEMINI_CLI = "@google/gemini-cli@0.61.0"
@@ -191,8 +193,9 @@ async def run_every_mode(
         env = VERCEL_ENV
     else:
         every_mode = str(PROGRAMS / "every_mode.py")
+        requirements = _REQUIREMENTS.get(program, "requirements.txt")
         command = [
-            str(python()),
+            str(python(requirements)),
             every_mode,
             str(PROGRAMS / program),
             json.dumps(arguments),

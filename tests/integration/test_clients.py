@@ -257,6 +257,13 @@ async def test_google_generate_content_is_recorded_as_the_wire_had_it(
             id="pydantic-ai",
         ),
         pytest.param(
+            "google_adk_agent.py",
+            [STREAMED, WHOLE],
+            True,
+            id="google-adk",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "vercel_ai.mjs",
             modes_of((), ("--responses",), ("--messages",)),
             True,
