@@ -426,7 +426,7 @@ def main(arguments: Sequence[str]) -> None:
     kinds = _read_kinds(options.get("--kinds", ",".join(KINDS)))
     config = checked_configuration(flags, command="train")
     folder = make_run_folder(config)  # the drivers that the run starts hold it
-    log_to_folder(folder)
+    log_to_folder(folder, config)
     flags = [
         *flags,
         "--run-root",
