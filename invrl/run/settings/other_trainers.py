@@ -220,7 +220,7 @@ _ANSWERS = {
         " input_template metadata_key"
     ),
     "write --lora.rank N: it trains an adapter instead of the whole model": (
-        "lora use_lora enable_lora peft use_peft peft_config"
+        "use_lora enable_lora peft use_peft peft_config"
     ),
     "leave it out: the weights are not quantized; --lora.rank N trains an adapter beside them": (
         "qlora load_in_4bit load_in_8bit"
