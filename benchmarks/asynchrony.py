@@ -50,15 +50,10 @@ MODES = (
     Mode(max_staleness=4, when_stale="train", admission="ready"),
     Mode(max_staleness=4, when_stale="wait", admission="groups"),
     Mode(max_staleness=0, when_stale="train", admission="groups"),
-    Mode(max_staleness=4, when_stale="drop", admission="groups"),
-    Mode(max_staleness=1, when_stale="train", admission="groups"),
 )
-SETTINGS = [
-    Setting(sigma=sigma, slots_per_rollout=slots, training_share=share)
-    for sigma, slots, share in itertools.product(
-        (1.0, 0.5), (2.0, 1.0, 0.5), (1.0, 0.5, 2.0)
-    )
-]
+SIGMAS = (1.0, 0.5)
+SLOTS_PER_ROLLOUT = (2.0, 1.0, 0.5)
+TRAINING_SHARES = (1.0, 0.5, 2.0)
 
 
 def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
@@ -129,13 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "num_steps": given.num_steps,
         "rows": rows,
     }
-    for mode, setting in itertools.product(MODES, SETTINGS):
+    for sigma, mode, slots, share in itertools.product(
+        SIGMAS, MODES, SLOTS_PER_ROLLOUT, TRAINING_SHARES
+    ):
+        setting = Setting(sigma=sigma, slots_per_rollout=slots, training_share=share)
         measured = measure(setting, mode, given.num_steps)
         rows.append({**asdict(setting), **asdict(mode), **measured})
         print(
             f"{mode.when_stale}, {mode.admission}, staleness {mode.max_staleness}; "
-            f"sigma {setting.sigma:g}, slots {setting.slots_per_rollout:g}, "
-            f"training {setting.training_share:g}: "
+            f"sigma {sigma:g}, slots {slots:g}, training {share:g}: "
             + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()),
             flush=True,
         )
