@@ -46,13 +46,14 @@ class Mode:
 
 
 MODES = (
-    Mode(max_staleness=0, when_stale="train", admission="groups"),
-    Mode(max_staleness=1, when_stale="train", admission="groups"),
     Mode(max_staleness=4, when_stale="train", admission="groups"),
     Mode(max_staleness=4, when_stale="train", admission="ready"),
     Mode(max_staleness=4, when_stale="wait", admission="groups"),
-    Mode(max_staleness=4, when_stale="drop", admission="groups"),
+    Mode(max_staleness=0, when_stale="train", admission="groups"),
 )
+SIGMAS = (1.0, 0.5)
+SLOTS_PER_ROLLOUT = (2.0, 1.0, 0.5)
+TRAINING_SHARES = (1.0, 0.5, 2.0)
 
 
 def measure(setting: Setting, mode: Mode, num_steps: int) -> dict[str, float]:
@@ -115,33 +116,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="the results as JSON")
     given = parser.parse_args(arguments)
+    made = entry("none, virtual time", {})
     rows: list[dict[str, object]] = []
-    for sigma, slots_per_rollout, training_share in itertools.product(
-        (0.5, 1.0), (0.5, 1.0, 2.0), (0.5, 1.0, 2.0)
+    result = {
+        "date": made.date,
+        "commit": made.commit,
+        "num_steps": given.num_steps,
+        "rows": rows,
+    }
+    for sigma, mode, slots, share in itertools.product(
+        SIGMAS, MODES, SLOTS_PER_ROLLOUT, TRAINING_SHARES
     ):
-        setting = Setting(
-            sigma=sigma,
-            slots_per_rollout=slots_per_rollout,
-            training_share=training_share,
+        setting = Setting(sigma=sigma, slots_per_rollout=slots, training_share=share)
+        measured = measure(setting, mode, given.num_steps)
+        rows.append({**asdict(setting), **asdict(mode), **measured})
+        print(
+            f"{mode.when_stale}, {mode.admission}, staleness {mode.max_staleness}; "
+            f"sigma {sigma:g}, slots {slots:g}, training {share:g}: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()),
+            flush=True,
         )
-        for mode in MODES:
-            measured = measure(setting, mode, given.num_steps)
-            rows.append({**asdict(setting), **asdict(mode), **measured})
-            print(
-                f"sigma {sigma:g}, slots {slots_per_rollout:g}, training {training_share:g}; "
-                f"{mode.when_stale}, {mode.admission}, staleness {mode.max_staleness}: "
-                + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()),
-                flush=True,
-            )
-    if given.out is not None:
-        made = entry("none, virtual time", {})
-        result = {
-            "date": made.date,
-            "commit": made.commit,
-            "num_steps": given.num_steps,
-            "rows": rows,
-        }
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if given.out is not None:
+            text = json.dumps(result, indent=1) + "\n"
+            given.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -39,13 +39,19 @@ class LognormalLengths:
     seed: int = 0
 
     def of_group(self, number: int) -> Sequence[int]:
-        random = np.random.default_rng((self.seed, number))
-        deviation = self.sigma / math.sqrt(2)
-        of_task = random.normal(0, deviation)
-        of_rollouts_G = random.normal(0, deviation, self.group_size)
-        center = math.log(self.mean) - self.sigma**2 / 2
-        lengths_G = np.exp(center + of_task + of_rollouts_G)
-        return [max(1, round(length)) for length in lengths_G.tolist()]
+        return _drawn_lengths(self, number)
+
+
+@lru_cache(maxsize=1024)
+def _drawn_lengths(lengths: LognormalLengths, number: int) -> Sequence[int]:
+    """Draw once what each rollout of the group asks for."""
+    random = np.random.default_rng((lengths.seed, number))
+    deviation = lengths.sigma / math.sqrt(2)
+    of_task = random.normal(0, deviation)
+    of_rollouts_G = random.normal(0, deviation, lengths.group_size)
+    center = math.log(lengths.mean) - lengths.sigma**2 / 2
+    lengths_G = np.exp(center + of_task + of_rollouts_G)
+    return [max(1, round(length)) for length in lengths_G.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
