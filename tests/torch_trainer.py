@@ -15,12 +15,14 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types.weights import TensorSpec, WeightVersion
+from invrl.weights.checksums.multilinear_checksum import whole_checksums
 from invrl.weights.tensors.tensor_spec import checksum
 from invrl.weights.transports.arena import ArenaWriter
 from invrl.weights.transports.broadcaster import Broadcaster
-from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.buckets import BucketSender, bucket_names
 
 Tensors = dict[str, torch.Tensor]
+_BUCKET_BYTES = 40_000
 
 
 class TorchSender:
@@ -34,7 +36,9 @@ class TorchSender:
         transport: str = "arena",
         weight_folder: Path | None = None,
         checksums_add_up: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: the transport `bucket` sends as from this GPU."""
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32
         ).eval()
@@ -59,7 +63,11 @@ class TorchSender:
         elif transport == "collective":
             self._writer = Broadcaster(self.tensors, host="127.0.0.1", timeout_s=10.0)
         else:
-            self._writer = BucketSender(self.tensors, bucket_bytes=40_000)
+            self._writer = BucketSender(
+                self.tensors, bucket_bytes=_BUCKET_BYTES, device=device
+            )
+        self.buckets_sent: list[int] = []
+        self._held_version: WeightVersion | None = None
         self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.spoil: Callable[[StagedWeights], StagedWeights] = lambda staged: staged
 
@@ -74,6 +82,7 @@ class TorchSender:
 
     def train(self, seed: int, size: float = 0.01) -> None:
         """Move every weight a little."""
+        self._held_version = None
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -82,13 +91,28 @@ class TorchSender:
     def checksums(self) -> dict[str, str]:
         return {name: checksum(tensor) for name, tensor in self.parameters().items()}
 
+    def sums(self) -> dict[str, str]:
+        """Return the checksums that add up."""
+        return whole_checksums(self.parameters())
+
     async def layout(self) -> WeightLayout:
         return self.tensors
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
+        self._held_version = version
         return self.spoil(
             self._writer.stage(version, self.mistake(self.parameters()).items())
         )
+
+    def holds(self, version: WeightVersion) -> bool:
+        return self._held_version == version
+
+    async def bucket(self, index: int) -> str:
+        assert isinstance(self._writer, BucketSender)
+        self.buckets_sent.append(index)
+        names = bucket_names(self.tensors, _BUCKET_BYTES)[index]
+        parameters = self.parameters()
+        return self._writer.bucket(index, [(name, parameters[name]) for name in names])
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         assert isinstance(self._writer, Broadcaster)

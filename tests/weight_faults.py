@@ -661,7 +661,7 @@ def at_last_bucket(strike: Callable[[], None], *, times: int) -> Iterator[None]:
     remaining = iter(range(times))
 
     def begin_or_strike(group: WeightGroup, bucket: torch.Tensor):
-        if bucket.numel() < BUCKET_BYTES and next(remaining, None) is not None:
+        if bucket.numel() < BUCKET_BYTES["gloo"] and next(remaining, None) is not None:
             strike()
         return begin(group, bucket)
 

@@ -7,7 +7,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.host.output.log_lines import LogSettings
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.weights.config import AnyWeights, ArenaWeights
+from invrl.weights.config import AnyWeights, ArenaWeights, CollectiveWeights
 
 Scalar = bool | int | float | str
 """Value of a `--megatron-*` option as given."""
@@ -55,6 +55,9 @@ class RankSettings:
     arena_on_gpu: bool = False
     """Whether the transport `arena` takes memory of this rank's GPU instead of the
     host."""
+    broadcast_on_gpu: bool = False
+    """Whether the transport `collective` sends from this rank's GPU to the engines', by
+    NCCL."""
     weight_folder: str = ""
     """Folder that only the transports `disk` and `delta` write to."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
@@ -62,3 +65,10 @@ class RankSettings:
     seed: int = 0
     log: LogSettings | None = None
     """Log settings of the rank's process; None: its loggers stay unchanged."""
+
+    @property
+    def broadcast_host(self) -> str:
+        """The trainer's address for engines that join a broadcast."""
+        if isinstance(self.weights, CollectiveWeights) and self.weights.host:
+            return self.weights.host
+        return self.master_addr

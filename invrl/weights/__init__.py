@@ -6,22 +6,18 @@ May import `host`. The rooms from the ground up: `tensors`, `checksums`, `transp
 
 A transport has two ends, chosen by `--weights.transport`:
 
-============  =========================
-===================================================================== transport     the
-trainer's end          the engine's end (`engines/client/weight_receiver.py`)
-============  =========================
-===================================================================== `arena`
-`arena.ArenaWriter`        `ArenaReceiver`; `weight_loader.py` copies or aliases in
-SGLang's process `bucket`      `buckets.BucketSender`     `BucketReceiver`; SGLang's own
-code copies `disk`        `train/weights/`           `FolderReceiver`;
-`weight_loader.py` copies from a file `delta`       `train/weights/`
-`DeltaReceiver`; `weight_loader.py` applies differences from files `collective`
-`broadcaster.Broadcaster`  `BroadcastReceiver`; `weight_loader.py` receives it
-============  =========================
-=====================================================================
+- `arena`: `arena.ArenaWriter` and `ArenaReceiver`; `weight_loader.py` copies or aliases
+  in SGLang's process.
+- `bucket`: `buckets.BucketSender` and `BucketReceiver`; SGLang's own code copies.
+- `disk`: `train/weights/` and `FolderReceiver`; `weight_loader.py` copies from a file.
+- `delta`: `train/weights/` and `DeltaReceiver`; `weight_loader.py` applies differences
+  from files.
+- `collective`: `broadcaster.Broadcaster` and `BroadcastReceiver`; `weight_loader.py`
+  receives it.
 
-With `collective` both ends run at the same time: `broadcast_loads.py` brings them
-together. `weight_loader.py` checks the layout first with every transport. With `arena`
-the copy itself is hashed, and the parameters are at the first update and every n-th;
-with the others the parameters are hashed after each load.
+The receivers are in `engines/client/weight_receiver.py`. With `collective`, and with
+`bucket` on a GPU, both ends run at the same time: `broadcast_loads.py` and
+`bucket_loads.py` bring them together. `weight_loader.py` checks the layout first with
+every transport. With `arena` the copy itself is hashed, and the parameters are at the
+first update and every n-th; with the others the parameters are hashed after each load.
 """

@@ -7,8 +7,8 @@ from pydantic import Discriminator, Field, Tag
 
 from invrl.types.section import Section, Text
 
-_WAITS_OF_A_BROADCAST = 30
-"""Waits that fit into the deadline of a phase."""
+_WAITS_OF_A_LOAD = 30
+"""Waits for one of several engines that fit into the deadline of a phase."""
 
 _HOST: Any = Field(
     None,
@@ -23,7 +23,7 @@ class WeightsConfig(Section):
     plain_flags = ()
     transport: Literal["arena", "bucket", "collective", "disk", "delta"] = Field(
         "arena",
-        description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': gloo",
+        description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': broadcast",
     )
     update: Literal["together", "rolling"] = Field(
         "together",
@@ -43,6 +43,13 @@ class WeightsConfig(Section):
         gt=0,
         description="deadline of each phase of an update; pause, commit, resume: 60 s at most",
     )
+
+    @property
+    def bucket_timeout_s(self) -> float:
+        """Deadline for each bucket that several engines load together, and for the
+        engines of a broadcast to join. An engine that hangs leaves time for the
+        others."""
+        return self.timeout_s / _WAITS_OF_A_LOAD
 
 
 class ArenaWeights(WeightsConfig):
@@ -66,7 +73,7 @@ class ArenaWeights(WeightsConfig):
 
 
 class BucketWeights(WeightsConfig):
-    """SGLang's own way: buckets in shared memory."""
+    """SGLang's own way: buckets, in shared memory or from the trainer's GPU."""
 
     transport: Literal["bucket"] = "bucket"  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -76,12 +83,6 @@ class CollectiveWeights(WeightsConfig):
 
     transport: Literal["collective"] = "collective"  # pyright: ignore[reportIncompatibleVariableOverride]
     host: Text | None = _HOST
-
-    @property
-    def broadcast_timeout_s(self) -> float:
-        """Deadline for the engines to join, and for each bucket. An engine that hangs
-        leaves time for a second broadcast, to the others."""
-        return self.timeout_s / _WAITS_OF_A_BROADCAST
 
 
 class _FileWeights(WeightsConfig):

@@ -525,6 +525,25 @@ class RankProcess:
 
         weights.BUCKET_BYTES = size
 
+    def exported_twice(self, bucket_bytes: int) -> tuple[dict[str, str], ...]:
+        """Return the checksums of all weights, exported at once, and by the names of
+        one bucket after the other."""
+        import torch
+
+        from invrl.weights.tensors.tensor_spec import checksum
+        from invrl.weights.transports.buckets import bucket_names
+
+        weights = self._rank._weights
+        at_once = {
+            name: checksum(tensor) for name, tensor in weights.export(torch.float32)
+        }
+        in_buckets: dict[str, str] = {}
+        for names in bucket_names(self._rank.layout(), bucket_bytes):
+            bucket = dict(weights.export(torch.float32, names=names))
+            assert list(bucket) == (names if bucket else [])
+            in_buckets |= {name: checksum(tensor) for name, tensor in bucket.items()}
+        return at_once, in_buckets
+
     def listen(self, _: None) -> int:
         from invrl.host.network.rendezvous import listen
 

@@ -693,6 +693,19 @@ def test_exporting_weights_needs_the_memory_of_one_bucket(
     assert max(grown) < size / 4
 
 
+@pytest.mark.parametrize("layout", first_quick([TP2, PP2]), ids=title)
+def test_weights_of_a_bucket_are_those_of_the_whole_model(
+    pool: RankPool, models: Models, layout: ParallelLayout
+) -> None:
+    trainer = pool.build(models("qwen3", 2), layout=layout, train=settings())
+    trainer.train(BATCHES[0])
+    collected, *others = trainer.each("exported_twice", 10_000)
+    at_once, in_buckets = collected
+    assert at_once == in_buckets
+    assert len(at_once) > 10
+    assert others == [({}, {})]
+
+
 def test_layout_that_does_not_divide_the_model_is_refused(
     pool: RankPool, models: Models
 ) -> None:

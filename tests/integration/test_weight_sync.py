@@ -35,6 +35,7 @@ from invrl.types.weights import WeightVersion
 from invrl.weights.config import ArenaWeights, DeltaWeights
 from invrl.weights.transports.arena import ArenaHandle
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.transports.bucket_loads import BucketLoads
 from invrl.weights.transports.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.transports.file_server import WeightFileServer
 from invrl.weights.transports.weight_files import FileSource, ServedHandle
@@ -83,8 +84,35 @@ async def test_buckets_carry_the_trainers_bytes(
     for seed in range(3):
         sender.train(seed)
         await update.run()
-    assert len(json.loads((await sender.stage(WeightVersion(99))).handle)) > 3
+    staged = await sender.stage(WeightVersion(99))
+    assert len(json.loads(staged.handle)["payloads"]) > 3
     assert await held(bucket) == sender.checksums()
+
+
+async def test_buckets_come_from_the_trainer_and_what_is_staged_leads_back(
+    tiny_model: Path, tiny_fleet: Fleet
+) -> None:
+    """As on a GPU, with the memory of a CPU: the engine takes the trainer's parameters
+    bucket by bucket, and after a failure the version before."""
+    sender = TorchSender(tiny_model, transport="bucket", device=torch.device("cpu"))
+    receiver = BucketReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
+    )
+    update = Update(sender, [receiver], BucketLoads(sender, timeout_s=10.0).load)
+    for seed in range(2):
+        sender.train(seed)
+        outcome = await update.run()
+        assert outcome.canary_max_gap <= 1e-3
+        assert await held(receiver) == sender.sums()
+    num_buckets = len(sender.buckets_sent) // 2
+    assert sender.buckets_sent == 2 * list(range(num_buckets))
+    held_before = await held(receiver)
+    sender.train(3)
+    sender.spoil = lambda staged: dataclasses.replace(staged, checksums=held_before)
+    with pytest.raises(ChecksumError, match="25 of 25"):
+        await update.run()
+    assert sender.buckets_sent == 3 * list(range(num_buckets))
+    assert await held(receiver) == held_before
 
 
 async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
@@ -418,11 +446,11 @@ class Dropping(BucketReceiver):
     drop = True
 
     async def load(self, staged: StagedWeights) -> None:
-        payloads = json.loads(staged.handle)
+        handle = json.loads(staged.handle)
         if self.drop:
             self.drop = False
-            del payloads[1]
-        await super().load(dataclasses.replace(staged, handle=json.dumps(payloads)))
+            del handle["payloads"][1]
+        await super().load(dataclasses.replace(staged, handle=json.dumps(handle)))
 
 
 class TestMutationsTrip:
@@ -513,10 +541,21 @@ async def test_missing_arena_is_an_error_and_the_engine_lives(
     assert await receiver.logprobs(CANARY)
 
 
-async def test_buckets_staged_again_after_a_failure_leave_the_previous_version_whole(
-    tiny_model: Path,
+async def test_engines_load_the_same_staged_buckets_again_and_again(
+    tiny_model: Path, tiny_fleet: Fleet
 ) -> None:
+    """Torch removes shared memory when it has been opened as often as it was sent."""
     sender = TorchSender(tiny_model, transport="bucket")
-    for version in (1, 2, 2, 3, 3):
-        await sender.stage(WeightVersion(version))
-    assert list(sender._writer._buckets) == [2, 3]  # type: ignore[union-attr]
+    receiver = BucketReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
+    )
+    update = Update(sender, [receiver])
+    sender.train(1)
+    await update.run()
+    committed = update.transaction.committed
+    assert committed is not None
+    await receiver.pause()
+    for _ in range(4):
+        await receiver.load(committed.staged)
+    assert await receiver.checksums(committed.staged) == sender.checksums()
+    await receiver.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from invrl.run.processes.trainer_memory import (
 )
 from invrl.run.settings.config import Config, resolve
 from invrl.weights.config import ArenaWeights
+from invrl.weights.transports.buckets import GPU_BUCKET_BYTES
 
 Plan = Callable[[Config, int], GpuPlan | None]
 
@@ -154,14 +156,21 @@ def test_each_engine_starts_on_its_first_gpu_every_time(model: Path) -> None:
     assert flags_of_engines(()) == [[], []]
 
 
-@pytest.mark.parametrize(("transport", "versions"), [("bucket", 2), ("disk", 0)])
-def test_buckets_keep_two_versions_on_the_gpu_of_the_trainer(
-    model: Path, transport: str, versions: int
-) -> None:
-    config = configured("--weights.transport", transport, model=model)
+def test_buckets_take_the_memory_of_one_on_the_gpu_of_the_trainer(model: Path) -> None:
+    config = configured("--weights.transport", "bucket", model=model)
     budget = trainer_memory(config, gpus=2, gpu_bytes=10**10)
     assert budget is not None
-    assert budget.largest().staging == versions * 2 * budget.size.total
+    largest_tensor = 2 * budget.size.vocabulary
+    assert budget.largest().staging == 2 * budget.size.total + largest_tensor
+    large = replace(budget, size=replace(budget.size, total=10**9))
+    assert large.largest().staging == GPU_BUCKET_BYTES + 2 * largest_tensor
+
+
+def test_files_take_no_memory_of_a_gpu(model: Path) -> None:
+    config = configured("--weights.transport", "disk", model=model)
+    budget = trainer_memory(config, gpus=2, gpu_bytes=10**10)
+    assert budget is not None
+    assert budget.largest().staging == 0
 
 
 def test_divided_gpu_leaves_the_cache_what_no_other_part_needs(model: Path) -> None:

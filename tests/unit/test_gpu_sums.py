@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from invrl.weights.checksums import checksums
-from invrl.weights.checksums.checksums import copy_all, tensor_checksums
+from invrl.weights.checksums.checksums import (
+    copy_all,
+    hash_and_copy,
+    tensor_checksums,
+)
 from invrl.weights.checksums.multilinear_checksum import whole_checksums
 
 
@@ -128,6 +132,37 @@ def test_gpu_tensors_are_all_copied_and_then_hashed_once(
     places["1"][0, 0] = 9.0
     held = tensor_checksums(places, hash_tensors)
     assert [name for name in held if held[name] != copied[name]] == ["1"]
+
+
+def test_gpu_has_written_the_host_memory_that_is_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process with a GPU copies into host memory, and does not wait for each copy."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(checksums, "_BATCH_BYTES", 90)
+
+    def upload(tensor, device, *, non_blocking):
+        calls.append(f"to {device}")
+        return tensor.clone()
+
+    def hash_tensors(written):
+        calls.append("hash")
+        return whole_checksums(written)
+
+    tensors = {f"{index}": torch.rand(3, 4) for index in range(3)}  # two batches
+    for copy, order in (
+        (copy_all, ["wait", "to cuda", "to cuda", "hash", "to cuda", "hash"]),
+        (hash_and_copy, ["hash", "hash", "wait"]),
+    ):
+        places = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", upload)
+            copied = copy(places, iter(tensors.items()), hash_tensors)
+        assert copied == whole_checksums(places) == whole_checksums(tensors)
+        assert calls == order
+        calls.clear()
 
 
 def test_source_tensor_is_not_broadcast_over_its_target(

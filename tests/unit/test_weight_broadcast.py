@@ -22,7 +22,7 @@ from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights.config import ArenaWeights
 from invrl.weights.tensors.tensor_spec import checksum
-from invrl.weights.transports import broadcast, broadcast_loads
+from invrl.weights.transports import broadcast, joint_loads
 from invrl.weights.transports.broadcast import Piece, bucket_pieces
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
 from invrl.weights.transports.broadcaster import Broadcaster
@@ -131,10 +131,7 @@ async def fleet(tmp_path: Path, loader_parent: ForkParent) -> AsyncIterator[Flee
         await fleet.close()
 
 
-def test_broadcast_buckets_hold_every_byte_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 100)
+def test_broadcast_buckets_hold_every_byte_once() -> None:
     layout = (
         TensorSpec(
             name="model.layers.0.self_attn.o_proj.weight", shape=(50,), dtype="float32"
@@ -142,7 +139,7 @@ def test_broadcast_buckets_hold_every_byte_once(
         TensorSpec(name="model.norm.weight", shape=(3,), dtype="bfloat16"),
     )
     first, second = (spec.name for spec in layout)
-    assert bucket_pieces(layout) == [
+    assert bucket_pieces(layout, 100) == [
         [Piece(first, 0, 0, 100)],
         [Piece(first, 100, 0, 100)],
         [Piece(second, 0, 56, 6)],
@@ -168,7 +165,7 @@ async def test_broadcast_leaves_the_trainers_bytes_in_every_engine(
 async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engines_continue(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
 ) -> None:
-    monkeypatch.setattr(broadcast_loads, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(joint_loads, "_ANSWER_S", 2.0)
     await fleet.start("a", "b", "c")
     await fleet.update(1)
     victim = fleet.servers["b"].pid

@@ -35,7 +35,7 @@ from invrl.engines.client import weight_receiver
 from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.weights import TensorSpec
-from invrl.weights.transports import broadcast_loads
+from invrl.weights.transports import joint_loads
 
 REPETITIONS = int(os.environ.get("INVRL_FAULT_REPETITIONS", "1"))
 START_S = 120.0
@@ -154,7 +154,7 @@ async def test_update_continues_when_an_engine_dies_or_hangs(
     senders: dict[Transport, FaultySender],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broadcast_loads, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(joint_loads, "_ANSWER_S", 2.0)
     deadline_s = DEADLINE_S
     if row.fault == "stopped" and row.transport != "collective":
         deadline_s = STOPPED_DEADLINE_S

@@ -26,7 +26,7 @@ from invrl.weights.tensors import engine_parameters
 from invrl.weights.tensors.tensor_spec import checksum
 from invrl.weights.transports import arena
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
-from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.buckets import bucket_names
 from invrl.weights.transports.slot_layout import SlotLayout, slot_layout
 from invrl.weights.transports.slot_lease import SlotLease
 
@@ -441,19 +441,7 @@ def test_tensors_fused_by_sglang_in_one_call_are_in_one_bucket() -> None:
         for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     ]
     specs = tuple(TensorSpec(name=name, shape=(4,), dtype="float32") for name in names)
-    buckets = BucketSender(specs, bucket_bytes=16)
-    assert buckets._bucket_names() == [names[:2], names[2:]]
-
-
-def test_buckets_of_the_version_before_are_kept_to_go_back_to() -> None:
-    buckets = BucketSender(SPECS)
-    flat = torch.zeros(1)
-    buckets._buckets = {WeightVersion(1): [flat], WeightVersion(2): [flat]}
-    buckets._keep_newest_besides(WeightVersion(2))
-    assert list(buckets._buckets) == [1], "version 2 is staged again"
-    buckets._buckets[WeightVersion(2)] = [flat]
-    buckets._keep_newest_besides(WeightVersion(3))
-    assert list(buckets._buckets) == [2]
+    assert bucket_names(specs, 16) == [names[:2], names[2:]]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))

@@ -25,8 +25,8 @@ from invrl.errors import ConfigError
 from invrl.host.files.disk import FULL_BYTES, full_disk, space_left
 from invrl.host.files.temporary_folder import temporary_parents
 from invrl.host.ray import ray_memory
-from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.processes.trainer_memory import trainer_memory
+from invrl.run.processes.weight_devices import arena_on_gpu
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.runtime.kernels import Kernels

@@ -15,7 +15,6 @@ engine is `weights/loader/weight_loader.py`.
 import asyncio
 import base64
 import contextlib
-import json
 import logging
 import pickle
 import time
@@ -47,6 +46,7 @@ from invrl.weights.loader.loader_messages import LoaderReply, LoaderRequest, rea
 from invrl.weights.tensors.tensor_slice import EngineRank
 from invrl.weights.transports.arena import ArenaHandle, hash_slot
 from invrl.weights.transports.broadcast import GroupInvitation
+from invrl.weights.transports.buckets import BucketHandle
 from invrl.weights.transports.delta_folder import DeltaHandle
 from invrl.weights.transports.weight_files import FileSource, ServedHandle
 from invrl.weights.update.verification import ReadBack
@@ -423,20 +423,16 @@ class BucketReceiver(EngineReceiver):
 
     async def _load(self, staged: StagedWeights) -> None:
         assert self._approved_layout, "load before check"
-        async with self._update():
-            for payload in json.loads(staged.handle):
+        handle = msgspec.json.decode(staged.handle, type=BucketHandle)
+        async with self._update(handle):
+            for payload in handle.payloads:
                 await self._send([payload], "flattened_bucket")
 
     @contextlib.asynccontextmanager
-    async def _update(self) -> AsyncIterator[None]:
-        """SGLang takes buckets only between these two calls."""
-        try:
-            await self._client.begin_weight_update()
-        except ServerError:
-            # Who began an update before may have been killed, or given up, before its
-            # end.
-            await self._client.end_weight_update()
-            await self._client.begin_weight_update()
+    async def _update(self, handle: BucketHandle) -> AsyncIterator[None]:
+        """SGLang takes the buckets of a version only between a begin and an end."""
+        if handle.begins:
+            await self._begin_update()
         try:
             yield
         except BaseException:
@@ -444,7 +440,17 @@ class BucketReceiver(EngineReceiver):
                 async with asyncio.timeout(_END_AFTER_FAILURE_S):
                     await self._client.end_weight_update()
             raise
-        await self._client.end_weight_update()
+        if handle.ends:
+            await self._client.end_weight_update()
+
+    async def _begin_update(self) -> None:
+        try:
+            await self._client.begin_weight_update()
+        except ServerError:
+            # Who began an update before may have been killed, or given up, before its
+            # end.
+            await self._client.end_weight_update()
+            await self._client.begin_weight_update()
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {

@@ -26,8 +26,9 @@ from invrl.run.settings.config import Config
 from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import read_tokenizer
-from invrl.weights.config import CollectiveWeights, FileWeights
+from invrl.weights.config import BucketWeights, CollectiveWeights, FileWeights
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
+from invrl.weights.transports.bucket_loads import BucketLoads
 from invrl.weights.update.canary import CanaryBound
 from invrl.weights.update.committed import Committed, load_alone
 from invrl.weights.update.transaction import WeightTransaction
@@ -55,7 +56,9 @@ def create_weight_updater(
     stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
     if isinstance(settings, CollectiveWeights):
-        load = BroadcastLoads(sender, timeout_s=settings.broadcast_timeout_s).load
+        load = BroadcastLoads(sender, timeout_s=settings.bucket_timeout_s).load
+    if isinstance(settings, BucketWeights):
+        load = BucketLoads(sender, timeout_s=settings.bucket_timeout_s).load
     drains = settings.inflight == "drain"
     transaction = WeightTransaction(
         stages,

@@ -47,7 +47,6 @@ from invrl.rollout.dispatch.external_environments import ExternalDispatcher
 from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
-from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.processes.gpu_plan import (
     GpuPlan,
     plan_run,
@@ -58,6 +57,7 @@ from invrl.run.processes.ray_session import start_ray
 from invrl.run.processes.serving import Serving, start_serving
 from invrl.run.processes.tokenizer import chat_template_override
 from invrl.run.processes.trainer_memory import with_divided_memory
+from invrl.run.processes.weight_devices import arena_on_gpu, broadcast_on_gpu
 from invrl.run.settings.config import Config
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
@@ -219,7 +219,7 @@ def _create_trainer(
         visible = [visible_name(number, os.environ) for number in gpus.ranks]
     actors = [
         start_actor(f"trainer rank {settings.rank}", TrainActor, options, settings)
-        for settings in _rank_settings(config, folder, layout, visible)
+        for settings in _rank_settings(config, folder, layout, visible, gpus)
     ]
     critic = None
     critic_layout = config.critic_layout
@@ -227,7 +227,7 @@ def _create_trainer(
         critic_actors = [
             start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
             for settings in _rank_settings(
-                config, folder, critic_layout, visible[layout.world_size :]
+                config, folder, critic_layout, visible[layout.world_size :], gpus
             )
         ]
         critic = RankGroup(actors=critic_actors, layout=critic_layout)
@@ -254,6 +254,7 @@ def _rank_settings(
     folder: RunFolder,
     layout: ParallelLayout,
     visible: Sequence[str | None],
+    gpus: GpuPlan | None,
 ) -> list[RankSettings]:
     """Return the settings of one group's ranks, in their order. `visible` begins with
     what CUDA_VISIBLE_DEVICES shows each of them."""
@@ -274,6 +275,7 @@ def _rank_settings(
         arena_on_gpu=arena_on_gpu(
             config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()
         ),
+        broadcast_on_gpu=broadcast_on_gpu(config, gpus),
         engine_ranks=config.engine.tp_size,
         weight_folder=str(_weight_folder(config, folder)),
         megatron=dict(config.megatron),

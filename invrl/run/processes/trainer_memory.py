@@ -8,8 +8,8 @@ from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.run.processes.arena_device import arena_on_gpu
 from invrl.run.processes.gpu_plan import GpuPlan
+from invrl.run.processes.weight_devices import arena_on_gpu
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget, MemoryEstimate
 from invrl.weights.config import BucketWeights
@@ -26,9 +26,6 @@ def trainer_memory(config: Config, *, gpus: int, gpu_bytes: int) -> MemoryBudget
     if not config.model.model_path:
         return None
     needs = objective_needs(config.algorithm)
-    in_gpu = arena_on_gpu(config, gpus=gpus, gpu_bytes=gpu_bytes)
-    if gpus and isinstance(config.weights, BucketWeights):
-        in_gpu = True
     try:
         return MemoryBudget.of(
             config.train,
@@ -43,7 +40,8 @@ def trainer_memory(config: Config, *, gpus: int, gpu_bytes: int) -> MemoryBudget
             megatron=config.megatron,
             copies_checkpoints=config.run.checkpoints.background,
             on_cuda=gpus > 0,
-            arena_on_gpu=in_gpu,
+            arena_on_gpu=arena_on_gpu(config, gpus=gpus, gpu_bytes=gpu_bytes),
+            sends_buckets=isinstance(config.weights, BucketWeights),
         )
     except (ConfigError, LookupError, OSError, ValueError):
         return None

@@ -202,7 +202,7 @@ def _arena_on_gpu(config: Config, weights: ArenaWeights) -> Contradictions:
         reason = (
             "several trainer ranks write the arena, and each sees its own GPU alone"
         )
-        fix = "leave it out, or do not divide the model"
+        fix = "leave it out, use --weights.transport bucket, or do not divide the model"
         yield "weights.arena_device", reason, fix
 
 

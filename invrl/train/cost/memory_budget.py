@@ -18,6 +18,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime.logit_blocks import BLOCK_BYTES, KEPT_BYTES
 from invrl.train.runtime.optimizer_memory import OFFLOADED_BYTES, STAGED_GRADIENT_BYTES
 from invrl.user_code.model_folder import largest_item
+from invrl.weights.transports.buckets import GPU_BUCKET_BYTES
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT_BYTES = 4
@@ -53,8 +54,8 @@ class MemoryEstimate:
     """Free memory between the tensors of a step on a CPU, which malloc holds and cannot
     use."""
     staging: float
-    """Weights staged for engines in the same memory: both slots, on the rank that
-    sends."""
+    """Weights for engines in the same memory: both slots, or a bucket on a GPU, on the
+    rank that sends."""
     copy: float
     """Copy of a checkpoint that is written during training, on a CPU, on the first of
     the ranks with equal weights. The rank that collects the model also has it for
@@ -99,8 +100,10 @@ class MemoryBudget:
     """Whether checkpoints are written during training, from a copy."""
     on_cuda: bool
     arena_on_gpu: bool
-    """Whether weights are staged in the memory of the first rank's GPU, in an arena or
-    in buckets."""
+    """Whether both slots of the weight arena are in the memory of the first rank's
+    GPU."""
+    sends_buckets: bool
+    """Whether the first rank sends weights in buckets, on a GPU from its memory."""
 
     @staticmethod
     def of(
@@ -117,6 +120,7 @@ class MemoryBudget:
         copies_checkpoints: bool,
         on_cuda: bool,
         arena_on_gpu: bool = False,
+        sends_buckets: bool = False,
     ) -> "MemoryBudget":
         """Read the budget of a folder that has passed `check_model_folder`. `megatron`
         has the `--megatron-*` options."""
@@ -140,6 +144,7 @@ class MemoryBudget:
             copies_checkpoints=copies_checkpoints,
             on_cuda=on_cuda,
             arena_on_gpu=arena_on_gpu,
+            sends_buckets=sends_buckets,
         )
 
     def largest(self, num_tokens: int | None = None) -> MemoryEstimate:
@@ -189,9 +194,6 @@ class MemoryBudget:
         gradients = parameters * 4.0
         if self.adapter is None or self.has_critic:
             gradients += max(of_vocabulary, self._gradient_of_experts(stage))
-        staging = 0.0
-        if is_first and self.arena_on_gpu == self.on_cuda:
-            staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
         copy = 0.0
         if self.copies_checkpoints and not self.on_cuda:
             copy = parameters * self._saved_bytes
@@ -209,7 +211,7 @@ class MemoryBudget:
             # Nothing is written while a checkpoint is loaded.
             step=max(step, reference_pass, loading - copy),
             heap=0.0 if self.on_cuda else _HEAP_SHARE * (step + step_of_critic),
-            staging=staging,
+            staging=self._staging if is_first else 0.0,
             copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
         )
@@ -271,6 +273,20 @@ class MemoryBudget:
         return ranks_of_stage * sum(
             self._offloaded(stage) for stage in range(layout.pipeline)
         )
+
+    @property
+    def _staging(self) -> float:
+        """Return the bytes of weights for engines in the memory of the rank that
+        sends."""
+        item = _ITEM_BYTES[self.served_dtype]
+        whole = self.size.total * item
+        if self.arena_on_gpu == self.on_cuda:
+            return 2.0 * whole
+        if not self.sends_buckets:
+            return 0.0
+        # A bucket ends with the tensor that fills it. That one is also there by itself.
+        largest_tensor = self.size.vocabulary * item
+        return min(whole, GPU_BUCKET_BYTES + largest_tensor) + largest_tensor
 
     def _gradient_of_experts(self, stage: int) -> float:
         """Return the bytes of the gradient from one product for the first projection of

@@ -136,6 +136,10 @@ def join_process_group(
     # resolves to.
     interface = interface_towards(settings.master_addr)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if settings.broadcast_on_gpu:
+        interface = interface_towards(settings.broadcast_host)
+        # As SGLang has it in its processes: members of a group must agree.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     torch.distributed.init_process_group(
         device.backend(),

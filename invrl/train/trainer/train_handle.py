@@ -76,6 +76,8 @@ class TrainHandle:
         self._add_samples = add_samples
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._held_version: WeightVersion | None = None
+        """Version that the ranks' parameters are. None once they have changed."""
 
     async def start(self) -> None:
         """Start all ranks. Returns once every rank has joined and holds the model.
@@ -124,6 +126,7 @@ class TrainHandle:
     async def train(self, batch: TrainBatch) -> StepResult:
         """Train a batch. Metrics are merged over the replicas, seconds are those of the
         slowest rank. Raises TrainError, DeadlineError."""
+        self._held_version = None
         given = batch
         if self._add_samples is not None:
             batch = self._add_samples(batch)
@@ -229,7 +232,20 @@ class TrainHandle:
         replies = await self._call(self._copy, TrainActor.stage, version)
         staged = replies[self._copy[0]]
         assert staged is not None, "the first rank of a copy collects its weights"
+        self._held_version = version
         return staged
+
+    def holds(self, version: WeightVersion) -> bool:
+        """Whether a bucket that is asked for now is of this version: calls reach the
+        ranks in their order."""
+        return self._held_version == version
+
+    async def bucket(self, index: int) -> str:
+        """See `BucketSender.bucket`."""
+        replies = await self._call(self._copy, TrainActor.bucket, index)
+        bucket = replies[self._copy[0]]
+        assert bucket is not None, "the first rank of a copy collects its weights"
+        return bucket
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """See `Broadcaster.offer`."""
@@ -271,6 +287,7 @@ class TrainHandle:
         return entries
 
     async def load_checkpoint(self, path: str) -> None:
+        self._held_version = None
         for group in self._groups:
             await self._call_group(group, RankActor.load_checkpoint, path)
 

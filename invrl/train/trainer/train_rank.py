@@ -13,7 +13,7 @@ import Megatron are imported inside functions.
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
@@ -39,8 +39,7 @@ from invrl.train.ranks.saving_rank import SavingRank
 from invrl.train.runtime import device
 from invrl.train.runtime.megatron_args import MegatronOptions, parse_megatron_options
 from invrl.train.weights.arena_staging import stage_first, stage_other
-from invrl.train.weights.delta_staging import DeltaFolders
-from invrl.train.weights.disk_staging import WeightFolders
+from invrl.train.weights.senders import Sender, make_sender
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Max, Metric
 from invrl.types.weights import WeightVersion
@@ -48,14 +47,15 @@ from invrl.weights.checksums.checksums import HashTensors, whole_hash
 from invrl.weights.config import (
     ArenaWeights,
     BucketWeights,
-    CollectiveWeights,
-    DeltaWeights,
-    DiskWeights,
     FileWeights,
 )
 from invrl.weights.transports.arena import ArenaWriter
 from invrl.weights.transports.broadcaster import Broadcaster
-from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.buckets import (
+    GPU_BUCKET_BYTES,
+    BucketSender,
+    bucket_names,
+)
 from invrl.weights.transports.file_server import WeightFileServer
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ class TrainRank(SavingRank):
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
             on_cuda=device.on_cuda(),
-            arena_on_gpu=settings.arena_on_gpu
-            or (device.on_cuda() and isinstance(settings.weights, BucketWeights)),
+            arena_on_gpu=settings.arena_on_gpu,
+            sends_buckets=isinstance(settings.weights, BucketWeights),
         )
         self._largest_micro_batch = 0
         self._num_batches = 0
@@ -247,7 +247,8 @@ class TrainRank(SavingRank):
         """Release the memory that only training needs, until `wake`: engines on this
         rank's device take it. The rank's other GPU memory is allocated before,
         including the arena. Returns the bytes that are then free on the device."""
-        if self._settings.arena_on_gpu and self._weights.collects:
+        sends_buckets = isinstance(self._settings.weights, BucketWeights)
+        if self._weights.collects and (self._settings.arena_on_gpu or sends_buckets):
             _ = self._transport
         self._training_memory.offload()
         return self._log_memory("sleeps")
@@ -401,7 +402,19 @@ class TrainRank(SavingRank):
     @property
     def _slot_hash(self) -> HashTensors:
         several_ranks = self._settings.engine_ranks > 1
-        return whole_hash(adds_up=several_ranks or self._settings.arena_on_gpu)
+        return whole_hash(adds_up=several_ranks or device.on_cuda())
+
+    def bucket(self, index: int) -> str | None:
+        """Return a bucket of the current weights as `BucketSender.bucket` does, on a
+        GPU. None on the ranks that only send their parts."""
+        names = bucket_names(self.layout(), GPU_BUCKET_BYTES)[index]
+
+        def serialise(weights: Weights) -> str:
+            assert isinstance(self._transport, BucketSender), "nobody else asks"
+            return self._transport.bucket(index, weights)
+
+        weights = self._weights.export(self._served_dtype, names=names)
+        return self._collect(weights, serialise)
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """See `Broadcaster.offer`. Only with the transport `collective`, on the rank
@@ -422,29 +435,10 @@ class TrainRank(SavingRank):
         return WeightFileServer(Path(self._settings.weight_folder), weights.host)
 
     @cached_property
-    def _transport(
-        self,
-    ) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
-        """The trainer's end of the weight transport; the engines' ends are in
-        `engines/client/weight_receiver.py`. Created at the first use, so that only the
-        rank that sends allocates its memory."""
-        match self._settings.weights:
-            case BucketWeights():
-                return BucketSender(self.layout())
-            case DiskWeights():
-                return WeightFolders(self.layout(), Path(self._settings.weight_folder))
-            case DeltaWeights(full_every=full_every):
-                folder = Path(self._settings.weight_folder)
-                return DeltaFolders(self.layout(), folder, full_every=full_every)
-            case CollectiveWeights(host=host, broadcast_timeout_s=timeout_s):
-                host = host or self._settings.master_addr
-                return Broadcaster(self.layout(), host=host, timeout_s=timeout_s)
-            case ArenaWeights():
-                return ArenaWriter(
-                    self.layout(),
-                    checksums_add_up=self._settings.engine_ranks > 1,
-                    device=device.device() if self._settings.arena_on_gpu else None,
-                )
+    def _transport(self) -> Sender:
+        """Created at the first use, so that only the rank that sends allocates its
+        memory."""
+        return make_sender(self._settings, self.layout())
 
     def copy_model(self, path: str) -> None:
         """Copy the weights, and begin to write them like `export_hugging_face`, during

@@ -42,7 +42,7 @@ def _slots(arena: ArenaHandle, layout: WeightLayout) -> Sequence[Slot]:
 
 def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
     """Write the parts and return the number of written elements of each tensor. Keeps
-    no part. Raises LayoutError."""
+    no part. A GPU may still copy. Raises LayoutError."""
     written: Counter[str] = Counter()
     for part in parts:
         tensor = slot.get(part.name)
@@ -61,7 +61,7 @@ def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
             raise LayoutError(
                 f"{part.name}: {given} is no part of {tensor.dtype} {tuple(tensor.shape)}"
             )
-        place.copy_(part.values)
+        place.copy_(part.values, non_blocking=True)
         written[part.name] += part.values.numel()
     return dict(written)
 
@@ -104,7 +104,7 @@ def stage_first(
         for rank in others:
             _send(place, rank)
         written = [write_parts(slot, parts)]
-        _wait_for_device(slot)  # other ranks hash what this one has written
+        _wait_for_device()  # other ranks hash what this one has written
         written += [_receive(rank) for rank in others]
         check_covered(layout, written)
         own_share, *other_shares = shares(layout, 1 + len(others))
@@ -129,16 +129,16 @@ def stage_other(
     place: ArenaHandle = _receive(first)
     slot = _slots(place.at(0), layout)[place.slot]
     written = write_parts(slot, parts)
-    _wait_for_device(slot)
+    _wait_for_device()
     _send(written, first)
     share: list[str] = _receive(first)
     _send(tensor_checksums({name: slot[name] for name in share}, hash_tensors), first)
 
 
-def _wait_for_device(slot: Slot) -> None:
+def _wait_for_device() -> None:
     import torch
 
-    if any(tensor.is_cuda for tensor in slot.values()):
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 

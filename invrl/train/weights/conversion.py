@@ -12,7 +12,7 @@ under the same names. Imported after `device.prepare()`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,17 +161,28 @@ class ReplicaWeights:
         return self._rank == self._ranks[0]
 
     def export(
-        self, dtype: torch.dtype, values: Mapping[str, torch.Tensor] | None = None
+        self,
+        dtype: torch.dtype,
+        values: Mapping[str, torch.Tensor] | None = None,
+        *,
+        names: Collection[str] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, contiguous tensor in `dtype`), in sending order, on
         the rank that collects. On the others it yields nothing but must still be
         exhausted, because they send.
 
         `values` replaces each parameter by name; untrained ones are then left out.
-        None: all of them, unchanged. A tensor may be a view of the model's own memory:
-        use it before the next training step.
+        None: all of them, unchanged. `names`: Hugging Face names, and nothing else is
+        exported. A tensor may be a view of the model's own memory: use it before the
+        next training step.
         """
         table = self._table
+        if names is not None:
+            table = [
+                parameter
+                for parameter in table
+                if not set(names).isdisjoint(parameter.hugging_face)
+            ]
         if values is None:
             values = self._offered
         else:
@@ -180,14 +191,17 @@ class ReplicaWeights:
             bucket_dtype = _exported_dtype(next(iter(bucket.values())), dtype)
             parts: dict[str, list[torch.Tensor]] = {name: [] for name in bucket}
             for holder in self._ranks:
-                names = [
+                held = [
                     name for name in bucket if holder in self._holdings[name].ranks
                 ]
-                for name, part in self._parts(holder, names, values, bucket_dtype):
+                for name, part in self._parts(holder, held, values, bucket_dtype):
                     parts[name].append(part)
             if self.collects:
                 for name, parameter in bucket.items():
-                    yield from _assemble(parameter, parts[name], self._config)
+                    tensors = _assemble(parameter, parts[name], self._config)
+                    for tensor_name, tensor in tensors:
+                        if names is None or tensor_name in names:
+                            yield tensor_name, tensor
 
     @property
     def ranks(self) -> Sequence[int]:

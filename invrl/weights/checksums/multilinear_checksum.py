@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from invrl.weights.checksums.gpu_checksums import Tiles
+    from invrl.weights.tensors.tensor_spec import Checksums, Tensors
 
 _WORD = 8
 _WRAP = (1 << 64) - 1
@@ -48,48 +49,57 @@ def whole_checksum(tensor: torch.Tensor) -> str:
     return whole_checksums({"": tensor})[""]
 
 
-def whole_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def whole_checksums(tensors: Tensors) -> Checksums:
     """Return `whole_checksum` of each tensor, by name."""
-    matrices = [
-        _slice_matrix(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
-        for tensor in tensors.values()
-    ]
+    matrices: list[WordMatrix] = []
+    for tensor in tensors.values():
+        shape = tuple(tensor.shape)
+        whole = TensorSlice.whole(shape)
+        matrices.append(_slice_matrix(tensor, whole, shape))
     return _whole_texts(tensors, _sums(matrices))
 
 
-def _whole_texts(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
-    return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
+def _whole_texts(names: Iterable[str], sums: Iterable[int]) -> Checksums:
+    checksums: Checksums = {}
+    for name, total in zip(names, sums, strict=True):
+        checksums[name] = f"{total:016x}"
+    return checksums
 
 
 def slice_checksum(
-    part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
+    part: torch.Tensor,
+    place: TensorSlice,
+    whole_shape: Sequence[int],
 ) -> str:
     """Return the checksum of `part`, the bytes of this slice of a tensor of
     `whole_shape`, for `rank_checksums`.
 
     Raises LayoutError if the cut is not between two words.
     """
-    return slice_checksums({"": part}, {"": place}, {"": whole_shape})[""]
+    checksums = slice_checksums({"": part}, {"": place}, {"": whole_shape})
+    return checksums[""]
 
 
 def slice_checksums(
-    parts: Mapping[str, torch.Tensor],
+    parts: Tensors,
     places: Mapping[str, TensorSlice],
     whole_shapes: Mapping[str, Sequence[int]],
-) -> dict[str, str]:
+) -> Checksums:
     """Return `slice_checksum` of each part, by name. `places` and `whole_shapes` may
     have more names than `parts`. Raises LayoutError."""
-    matrices = [
-        _slice_matrix(part, places[name], tuple(whole_shapes[name]))
-        for name, part in parts.items()
-    ]
+    matrices: list[WordMatrix] = []
+    for name, part in parts.items():
+        shape = tuple(whole_shapes[name])
+        matrices.append(_slice_matrix(part, places[name], shape))
     return _slice_texts(parts, places, _sums(matrices))
 
 
 def _slice_texts(
-    names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
-) -> dict[str, str]:
-    checksums: dict[str, str] = {}
+    names: Iterable[str],
+    places: Mapping[str, TensorSlice],
+    sums: Iterable[int],
+) -> Checksums:
+    checksums: Checksums = {}
     for name, total in zip(names, sums, strict=True):
         place = places[name]
         checksums[name] = f"{place.index}/{place.count}:{total:016x}"
@@ -102,7 +112,7 @@ class SumsInPlace:
 
     def __init__(
         self,
-        parts: Mapping[str, torch.Tensor],
+        parts: Tensors,
         places: Mapping[str, TensorSlice],
         whole_shapes: Mapping[str, Sequence[int]],
     ) -> None:
@@ -113,38 +123,50 @@ class SumsInPlace:
         """Tiles of all parts, from the first call that hashes all of them on a GPU."""
 
     @classmethod
-    def of_wholes(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
+    def of_wholes(cls, tensors: Tensors) -> Self:
+        places: dict[str, TensorSlice] = {}
+        shapes: dict[str, Sequence[int]] = {}
+        for name, tensor in tensors.items():
+            shapes[name] = tuple(tensor.shape)
+            places[name] = TensorSlice.whole(tensor.shape)
         return cls(tensors, places, shapes)
 
-    def whole_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def whole_checksums(self, tensors: Tensors) -> Checksums:
         """Return the checksums of whole tensors. `tensors`: those that are known, or
         any others with their names."""
         return _whole_texts(tensors, self._sums(tensors))
 
-    def slice_checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def slice_checksums(self, tensors: Tensors) -> Checksums:
         """Likewise. Raises LayoutError."""
         return _slice_texts(tensors, self._places, self._sums(tensors))
 
-    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        are_the_parts = len(tensors) == len(self._parts) and all(
-            tensors.get(name) is part for name, part in self._parts.items()
-        )
-        if are_the_parts and _are_on_gpu(tensors):
+    def _sums(self, tensors: Tensors) -> list[int]:
+        if self._are_the_parts(tensors) and _are_on_gpu(tensors):
             if self._tiles is None:
                 self._tiles = self._tiles_in_place()
             if self._tiles is not None:
-                from invrl.weights.checksums.gpu_checksums import sums_on_gpu
+                return self._sums_of_tiles(self._tiles, tensors)
+        matrices: list[WordMatrix] = []
+        for name, tensor in tensors.items():
+            matrices.append(self._matrix(name, tensor))
+        return _sums(matrices)
 
-                sums = dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
-                return [sums[name] & _WRAP for name in tensors]
-        return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
+    def _are_the_parts(self, tensors: Tensors) -> bool:
+        if len(tensors) != len(self._parts):
+            return False
+        parts = self._parts.items()
+        return all(tensors.get(name) is part for name, part in parts)
+
+    def _sums_of_tiles(self, tiles: Tiles, names: Iterable[str]) -> list[int]:
+        from invrl.weights.checksums.gpu_checksums import sums_on_gpu
+
+        values = sums_on_gpu(tiles)
+        sums = dict(zip(self._parts, values, strict=True))
+        return [sums[name] & _WRAP for name in names]
 
     def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
-        return _slice_matrix(
-            tensor, self._places[name], tuple(self._whole_shapes[name])
-        )
+        shape = tuple(self._whole_shapes[name])
+        return _slice_matrix(tensor, self._places[name], shape)
 
     def _tiles_in_place(self) -> Tiles | None:
         """None if a part is read from a copy, which would not follow its changes."""
@@ -159,26 +181,29 @@ class SumsInPlace:
         return split_in_tiles(matrices)
 
 
-def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())
+def _are_on_gpu(tensors: Tensors) -> bool:
+    if not tensors:
+        return False
+    return all(tensor.is_cuda for tensor in tensors.values())
 
 
-def rank_checksums(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def rank_checksums(by_rank: Sequence[Mapping[str, str]]) -> Checksums:
     """Return the checksum of each whole tensor from the slices that an engine's ranks
     hold. Ranks that hold the same slice must agree, and together they must hold every
     slice: otherwise the text describes the error, and equals no checksum."""
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
-    return {
-        name: _added([checksums.get(name, "") for checksums in by_rank])
-        for name in names
-    }
+    added: Checksums = {}
+    for name in names:
+        slices = [checksums.get(name, "") for checksums in by_rank]
+        added[name] = _added(slices)
+    return added
 
 
 def _added(slices: Sequence[str]) -> str:
     """Return the sum of the ranks' different slices."""
     if len(slices) == 1 and slices[0].startswith(_ONLY_SLICE):
         return slices[0].removeprefix(_ONLY_SLICE)
-    values: dict[str, str] = {}
+    values: Checksums = {}
     for rank, text in enumerate(slices):
         place, _, value = text.partition(":")
         if not value:
@@ -220,7 +245,8 @@ class WordMatrix:
             4: torch.int32,
             8: torch.int64,
         }
-        flat = self.part.reshape(-1).view(dtypes[self.word_bytes])
+        dtype = dtypes[self.word_bytes]
+        flat = self.part.reshape(-1).view(dtype)
         return flat.view(-1, self.columns)
 
 
@@ -232,7 +258,8 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     if on_gpu:
         from invrl.weights.checksums.gpu_checksums import split_in_tiles, sums_on_gpu
 
-        tiles = split_in_tiles([matrices[index] for index in on_gpu])
+        matrices_on_gpu = [matrices[index] for index in on_gpu]
+        tiles = split_in_tiles(matrices_on_gpu)
         sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
     for index, matrix in enumerate(matrices):
         if index not in sums:
@@ -241,18 +268,24 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
 
 
 def _slice_matrix(
-    part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
+    part: torch.Tensor,
+    place: TensorSlice,
+    whole_shape: tuple[int, ...],
 ) -> WordMatrix:
     """Return the matrix of a slice. Raises LayoutError if the slice begins or ends
     within a word."""
     import torch
 
-    first_row, first_column, columns = _position(place, whole_shape)
+    position = _position(place, whole_shape)
+    first_column = position.first_column
+    columns = position.columns
     part = part.detach()
     item = part.element_size()
     word_bytes = item
     # A tensor of one dimension is one row.
-    row_shape = whole_shape[1:] if len(whole_shape) > 1 else whole_shape
+    row_shape = whole_shape
+    if len(whole_shape) > 1:
+        row_shape = whole_shape[1:]
     row_bytes = item * math.prod(row_shape)
     if row_bytes % _WORD == 0:
         first_byte = first_column * item
@@ -269,7 +302,13 @@ def _slice_matrix(
     )
     if not (part.is_contiguous() and is_aligned):
         part = part.clone(memory_format=torch.contiguous_format)
-    return WordMatrix(part, word_bytes, columns, first_row, first_column)
+    return WordMatrix(
+        part=part,
+        word_bytes=word_bytes,
+        columns=columns,
+        first_row=position.first_row,
+        first_column=first_column,
+    )
 
 
 def _sum_on_cpu(matrix: WordMatrix) -> int:
@@ -283,18 +322,43 @@ def _sum_on_cpu(matrix: WordMatrix) -> int:
     return int((row_sums * of_rows).sum())
 
 
-def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (first row, first column, columns) of the slice in the tensor's matrix,
-    whose rows are those of the tensor. A tensor of one dimension is one row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Position:
+    """A slice in the matrix of its tensor, in elements."""
+
+    first_row: int
+    first_column: int
+    columns: int
+
+
+def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> _Position:
+    """Return the slice's position in the tensor's matrix, whose rows are those of the
+    tensor. A tensor of one dimension is one row."""
+    length = place.stop - place.start
     if len(whole_shape) < 2:
-        return 0, place.start, max(1, place.stop - place.start)
+        return _Position(
+            first_row=0,
+            first_column=place.start,
+            columns=max(1, length),
+        )
     if place.dimension == 0:
-        return place.start, 0, math.prod(whole_shape[1:])
+        return _Position(
+            first_row=place.start,
+            first_column=0,
+            columns=math.prod(whole_shape[1:]),
+        )
     step = math.prod(whole_shape[2:])
-    return 0, place.start * step, (place.stop - place.start) * step
+    return _Position(
+        first_row=0,
+        first_column=place.start * step,
+        columns=length * step,
+    )
 
 
-def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.Tensor:
+def _row_sums(
+    words: torch.Tensor,
+    column_coefficients: torch.Tensor,
+) -> torch.Tensor:
     import torch
 
     num_rows, num_columns = words.shape
@@ -315,8 +379,9 @@ def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.T
 
 def coefficients(seed: int, start: int, count: int) -> torch.Tensor:
     """Return the coefficients of the rows or columns from `start` on: int64 [count]."""
-    size = 1 << (start + count - 1).bit_length()
-    return _table(seed, size)[start : start + count]
+    stop = start + count
+    size = 1 << (stop - 1).bit_length()
+    return _table(seed, size)[start:stop]
 
 
 @lru_cache(maxsize=64)
@@ -325,7 +390,8 @@ def _table(seed: int, size: int) -> torch.Tensor:
     import torch
 
     with torch.inference_mode(mode=False):
-        mixed = torch.arange(seed << 40, (seed << 40) + size, dtype=torch.int64)
+        first = seed << 40
+        mixed = torch.arange(first, first + size, dtype=torch.int64)
         mixed = mixed * _signed(0x9E3779B97F4A7C15)
         mixed = _xor_shift(mixed, 30) * _signed(0xBF58476D1CE4E5B9)
         mixed = _xor_shift(mixed, 27) * _signed(0x94D049BB133111EB)
@@ -334,7 +400,8 @@ def _table(seed: int, size: int) -> torch.Tensor:
 
 def _xor_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Compute `values ^ (values >> bits)` of unsigned numbers."""
-    return values ^ ((values >> bits) & ((1 << (64 - bits)) - 1))
+    without_sign = (1 << (64 - bits)) - 1
+    return values ^ ((values >> bits) & without_sign)
 
 
 def _signed(value: int) -> int:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from invrl.weights.tensors.tensor_spec import Checksums
+
 _MOST_THREADS = 4
 """More threads do not move bytes faster, and take cores from others."""
 _BATCH_BYTES = 4 << 20
@@ -27,8 +29,9 @@ Named = tuple[str, "torch.Tensor"]
 
 
 def by_threads(
-    work: Callable[[str, torch.Tensor], str], tensors: Iterable[Named]
-) -> dict[str, str]:
+    work: Callable[[str, torch.Tensor], str],
+    tensors: Iterable[Named],
+) -> Checksums:
     """Return `work(name, tensor)` of each tensor, by name.
 
     This thread iterates over `tensors`. An iterator that makes them keeps at most one
@@ -42,25 +45,28 @@ def by_threads(
         return {name: work(name, tensor) for name, tensor in tensors}
     in_inference_mode = torch.is_inference_mode_enabled()
 
-    def work_on(batch: list[Named]) -> dict[str, str]:
+    def work_on(batch: list[Named]) -> Checksums:
         with torch.inference_mode(in_inference_mode):  # inference mode is per thread
             return {name: work(name, tensor) for name, tensor in batch}
 
     free_threads = threading.Semaphore(num_threads)
-    results: list[Future[dict[str, str]]] = []
+    results: list[Future[Checksums]] = []
     with ThreadPoolExecutor(num_threads, "tensors") as threads:
         for batch in batches(tensors, _BATCH_BYTES):
             free_threads.acquire()
             result = threads.submit(work_on, batch)
             result.add_done_callback(lambda _: free_threads.release())
             results.append(result)
-    by_name: dict[str, str] = {}
+    by_name: Checksums = {}
     for result in results:
         by_name |= result.result()
     return by_name
 
 
-def batches(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
+def batches(
+    tensors: Iterable[Named],
+    max_bytes: int,
+) -> Iterator[list[Named]]:
     """Yield the tensors in batches of about `max_bytes`, or of one larger tensor."""
     batch: list[Named] = []
     num_bytes = 0

@@ -45,8 +45,13 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
+        length = shape[0] if shape else 1
         return cls(
-            dimension=0, start=0, stop=shape[0] if shape else 1, index=0, count=1
+            dimension=0,
+            start=0,
+            stop=length,
+            index=0,
+            count=1,
         )
 
     @property
@@ -120,7 +125,11 @@ def _vocabulary_slice(rows_per_rank: int, rows: int, rank: EngineRank) -> Tensor
     stop = min(start + rows_per_rank, rows)
     count = -(-rows // rows_per_rank)
     return TensorSlice(
-        dimension=0, start=start, stop=stop, index=rank.index, count=count
+        dimension=0,
+        start=start,
+        stop=stop,
+        index=rank.index,
+        count=count,
     )
 
 
@@ -170,7 +179,11 @@ def _nth_slice(
         raise _indivisible(parameter, f"a tensor's dimension of {length}", rank)
     start = index * size
     return TensorSlice(
-        dimension=dimension, start=start, stop=start + size, index=index, count=count
+        dimension=dimension,
+        start=start,
+        stop=start + size,
+        index=index,
+        count=count,
     )
 
 

@@ -6,13 +6,18 @@ Imports torch only where tensors are touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from invrl.types.weights import TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    Tensors = Mapping[str, torch.Tensor]
+    """Tensors by name."""
+    Checksums = dict[str, str]
+    """Checksums of tensors by name."""
 
 
 def make_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -32,7 +37,8 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     memory if possible."""
     import torch
 
-    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    in_order = tensor.detach().contiguous().cpu()
+    return in_order.view(-1).view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> str:

@@ -41,6 +41,7 @@ from invrl.weights.checksums.checksums import (
 from invrl.weights.checksums.multilinear_checksum import SumsInPlace
 from invrl.weights.tensors.tensor_spec import num_bytes
 from invrl.weights.transports.cuda_memory import CudaHandle, allocate, open_memory
+from invrl.weights.transports.pinned_memory import pin
 from invrl.weights.transports.slot_layout import slot_layout
 from invrl.weights.transports.slot_lease import SlotLease
 
@@ -84,7 +85,8 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
 def map_arena(
     path: str, layout: WeightLayout, *, writable: bool = False
 ) -> tuple[Slot, Slot]:
-    """Map the arena's memory. Returns both slots; their tensors are in layout order.
+    """Map the arena's memory, pinned in a process that uses a GPU. Returns both slots;
+    their tensors are in layout order.
 
     A writable arena becomes as large as the layout needs. For a reader torch raises
     RuntimeError if the arena is gone or too small.
@@ -92,7 +94,12 @@ def map_arena(
     import torch
 
     size = _arena_bytes(layout)
-    memory = torch.from_file(path, shared=writable, size=size, dtype=torch.uint8)
+    uses_gpu = torch.cuda.is_initialized()
+    # Pages of a mapping that is not shared become copies when they are pinned.
+    shared = writable or uses_gpu
+    memory = torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
+    if uses_gpu:
+        pin(memory)
     return _slot_tensors(memory, layout)
 
 
@@ -169,9 +176,13 @@ class ArenaWriter:
         device: torch.device | None = None,
     ) -> None:
         """`checksums_add_up`: for engines of several ranks, which hash slices
-        (`multilinear_checksum.py`). `device`: GPU whose memory holds the slots, where
-        checksums always add up; None for host memory."""
-        self._checksums_add_up = checksums_add_up or device is not None
+        (`multilinear_checksum.py`). In a process that uses a GPU they always add up.
+        `device`: GPU whose memory holds the slots; None for host memory."""
+        import torch
+
+        # Engines have GPUs if this process has one, and hash their parameters there.
+        uses_gpu = torch.cuda.is_initialized() or device is not None
+        self._checksums_add_up = checksums_add_up or uses_gpu
         self.hash_tensors = whole_hash(adds_up=self._checksums_add_up)
         descriptor = os.memfd_create(
             "invrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -203,7 +214,7 @@ class ArenaWriter:
         engine holds the slot for too long."""
         with self.writing(version) as (place, slot):
             hash_tensors = self._slot_hashes[place.slot]
-            checksums = copy_all(slot, _placed(tensors, slot), hash_tensors)
+            checksums = copy_all(slot, placed(tensors, slot), hash_tensors)
         return self.staged(version, place, checksums)
 
     @contextmanager
@@ -240,7 +251,7 @@ class ArenaWriter:
         )
 
 
-def _placed(
+def placed(
     tensors: Iterable[tuple[str, torch.Tensor]], views: Slot
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same tensors. Raises LayoutError for a tensor that has no place in the

@@ -4,7 +4,8 @@ them to engines.
 A version is staged in the trainer's own arena (`arena.py`), so the previous version
 stays whole in the other slot. A broadcast of that slot lets engines go back to it and
 joining_engines load it while the trainer computes. The trainer's host memory holds two
-copies of the weights, the engines' none.
+copies of the weights, the engines' none. NCCL sends each bucket from the trainer's GPU,
+so nothing but buckets is on it.
 
 Invariant: a group has exactly the engines that were named, sends one version at a time,
 and is not used again after a failure. A slot is not overwritten while it is sent.
@@ -34,7 +35,9 @@ from invrl.host.processes.process import random_key
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types.weights import WeightVersion
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter
-from invrl.weights.transports.broadcast import TRAINER, GroupInvitation, WeightGroup
+from invrl.weights.transports.broadcast import GroupInvitation, WeightGroup
+from invrl.weights.transports.broadcast_groups import TRAINER
+from invrl.weights.transports.pinned_memory import pin
 from invrl.weights.transports.slot_layout import slot_layout
 from invrl.weights.transports.slot_lease import SlotLease
 
@@ -54,6 +57,8 @@ class _Generation:
     listener: socket.socket | None
     """Socket that members connect to, until all have connected."""
     invitations: list[GroupInvitation]
+    device: torch.device
+    """Device from which the trainer sends."""
     group: WeightGroup | None = None
     is_free: bool = False
     """Whether the group is complete and idle."""
@@ -69,7 +74,8 @@ class _Generation:
         store = serve_store(
             self.listener, world_size=invitation.world_size, timeout=timeout
         )
-        self.group = WeightGroup(invitation, store)
+        engines = [member.partition("/")[0] for member in self.members]
+        self.group = WeightGroup(invitation, store, self.device, engines)
         refuse_new_connections(self.listener)
         refuse_unknown_connections(self.listener, members=invitation.world_size)
         self.listener.close()
@@ -88,11 +94,20 @@ class Broadcaster:
     """Stages and offers versions. Call it from one thread; broadcasts run in their own
     threads."""
 
-    def __init__(self, layout: WeightLayout, *, host: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        *,
+        host: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
         """`host`: address of this machine that engines can reach. `timeout_s`: for each
-        bucket."""
+        bucket. `device`: GPU from which NCCL sends to the engines', which have others;
+        None: gloo sends from the host's memory."""
         self._host = host
         self._timeout_s = timeout_s
+        self._device = device
         self._slot_bytes = slot_layout(layout).num_bytes
         self._arena = ArenaWriter(layout)
         self._memory: torch.Tensor | None = None
@@ -119,9 +134,15 @@ class Broadcaster:
         }
         self._slots = {**others, version: handle}
         if self._memory is None:
+            pins = self._device is not None
             self._memory = torch.from_file(
-                handle.path, size=2 * self._slot_bytes, dtype=torch.uint8
+                handle.path,
+                shared=pins,
+                size=2 * self._slot_bytes,
+                dtype=torch.uint8,
             )
+            if pins:
+                pin(self._memory)
         return staged
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
@@ -135,7 +156,7 @@ class Broadcaster:
             generation = self._free_generation(members)
             if generation is None:
                 self._end_free_generations(members)
-                generation = _begin_generation(members, self._host, self._timeout_s)
+                generation = self._begin_generation(members)
                 self._generations.append(generation)
             generation.is_free = False
         self._threads.submit(self._send, generation, version)
@@ -143,6 +164,30 @@ class Broadcaster:
             msgspec.json.encode(invitation).decode()
             for invitation in generation.invitations[TRAINER + 1 :]
         ]
+
+    def _begin_generation(self, members: tuple[str, ...]) -> _Generation:
+        import torch
+
+        listener = listen(self._host)
+        key = random_key()
+        invitations: list[GroupInvitation] = []
+        for rank in range(len(members) + 1):
+            invitation = GroupInvitation(
+                host=self._host,
+                port=listener.getsockname()[1],
+                key=key,
+                rank=rank,
+                world_size=len(members) + 1,
+                backend="gloo" if self._device is None else "nccl",
+                timeout_s=self._timeout_s,
+            )
+            invitations.append(invitation)
+        return _Generation(
+            members=members,
+            listener=listener,
+            invitations=invitations,
+            device=self._device or torch.device("cpu"),
+        )
 
     def _free_generation(self, members: tuple[str, ...]) -> _Generation | None:
         for generation in self._generations:
@@ -176,22 +221,3 @@ class Broadcaster:
             with self._lock:
                 self._generations.remove(generation)
             generation.close()
-
-
-def _begin_generation(
-    members: tuple[str, ...], host: str, timeout_s: float
-) -> _Generation:
-    listener = listen(host)
-    key = random_key()
-    invitations: list[GroupInvitation] = []
-    for rank in range(len(members) + 1):
-        invitation = GroupInvitation(
-            host=host,
-            port=listener.getsockname()[1],
-            key=key,
-            rank=rank,
-            world_size=len(members) + 1,
-            timeout_s=timeout_s,
-        )
-        invitations.append(invitation)
-    return _Generation(members=members, listener=listener, invitations=invitations)

@@ -1,13 +1,12 @@
 """`python -m gpu_check.bucket_receiver`: takes SGLang's buckets as an engine does, and
 says what it holds.
 
-A line of input has the serialized buckets of a version; a line of output the seconds
-that they took and the checksums of all tensors.
+A line of input is a serialized bucket; a line of output has the checksums of its
+tensors, and says that the bucket may be freed.
 """
 
 import json
 import sys
-import time
 
 import torch
 
@@ -25,19 +24,19 @@ def main() -> None:
     held: dict[str, torch.Tensor] = {}
     print("ready", flush=True)
     for line in sys.stdin:
-        started = time.monotonic()
-        for payload in json.loads(line):
-            value = MultiprocessingSerializer.deserialize(payload)
-            bucket = FlattenedTensorBucket(
-                flattened_tensor=value["flattened_tensor"], metadata=value["metadata"]
-            )
-            for name, tensor in bucket.reconstruct_tensors():
-                held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        value = MultiprocessingSerializer.deserialize(line.strip())
+        bucket = FlattenedTensorBucket(
+            flattened_tensor=value["flattened_tensor"], metadata=value["metadata"]
+        )
+        tensors = bucket.reconstruct_tensors()
+        for name, tensor in tensors:
+            held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        names = [name for name, _ in tensors]
+        del value, bucket, tensors, tensor  # the sender may free the bucket
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = time.monotonic() - started
-        checksums = {name: checksum(tensor) for name, tensor in held.items()}
-        print(json.dumps({"seconds": seconds, "checksums": checksums}), flush=True)
+        checksums = {name: checksum(held[name]) for name in names}
+        print(json.dumps({"checksums": checksums}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.training.workloads import make_batch
@@ -27,7 +28,11 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.trainer.train_rank import TrainRank
 from invrl.types.weights import WeightVersion
-from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.buckets import (
+    GPU_BUCKET_BYTES,
+    BucketSender,
+    bucket_names,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,8 +86,14 @@ class RankSender:
 
     async def use_transport(self, transport: Literal["arena", "bucket"]) -> None:
         self._buckets = (
-            BucketSender(await self.layout()) if transport == "bucket" else None
+            await self._call(self._bucket_sender) if transport == "bucket" else None
         )
+
+    def holds(self, version: WeightVersion) -> bool:
+        return self.staged is not None and self.staged.version == version
+
+    async def bucket(self, index: int) -> str:
+        return await self._call(self._bucket, index)
 
     async def change(self) -> None:
         """Train a step."""
@@ -111,6 +122,18 @@ class RankSender:
         self, prompts: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
         return await self._call(self._rank.logprobs, prompts)
+
+    def _bucket_sender(self) -> BucketSender:
+        device = torch.device("cuda") if torch.cuda.is_available() else None
+        return BucketSender(
+            self._rank.layout(), bucket_bytes=GPU_BUCKET_BYTES, device=device
+        )
+
+    def _bucket(self, index: int) -> str:
+        assert self._buckets is not None, "the transport is another one"
+        names = bucket_names(self._rank.layout(), GPU_BUCKET_BYTES)[index]
+        weights = self._rank._weights.export(self._rank._served_dtype, names=names)
+        return self._buckets.bucket(index, weights)
 
     def _stage(self, version: WeightVersion) -> StagedWeights:
         if self._buckets is not None:

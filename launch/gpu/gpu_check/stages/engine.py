@@ -33,6 +33,8 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.weights.config import ArenaWeights
+from invrl.weights.transports.bucket_loads import BucketLoads
+from invrl.weights.update.committed import load_alone
 
 _LARGEST_MEAN_GAP = 0.02
 """In nats, of bfloat16 on both sides."""
@@ -170,6 +172,9 @@ class _Updates:
         """After the updates that warm it up."""
         sync = _weights(self._settings)
         await self._sender.use_transport(transport)
+        load = load_alone
+        if transport == "bucket":
+            load = BucketLoads(self._sender, timeout_s=sync.bucket_timeout_s).load
         # The watch of the engine asks its receiver whether it is paused.
         self._engine.receiver = RECEIVERS[transport](
             "engine-0", self._engine.client, sync
@@ -182,6 +187,7 @@ class _Updates:
             deadline_s=sync.timeout_s,
             version=self._version,
             device=None if self._settings.smoke else torch.device("cuda"),
+            load=load,
         )
         self._version += await updated.warm_up()
         await updated.copy_seconds()  # has its buffers from now on

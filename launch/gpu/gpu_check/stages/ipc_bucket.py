@@ -1,5 +1,6 @@
-"""SGLang's flattened buckets by CUDA IPC into another process (`bucket_receiver.py`):
-the bytes are equal in every version, and memory does not grow."""
+"""SGLang's flattened buckets by CUDA IPC into another process (`bucket_receiver.py`),
+each freed before the next: the bytes are equal in every version, and memory does not
+grow."""
 
 import json
 import subprocess
@@ -13,12 +14,13 @@ from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.types.weights import WeightVersion
 from invrl.weights.tensors.tensor_spec import checksum, make_spec
-from invrl.weights.transports.buckets import BucketSender
+from invrl.weights.transports.buckets import BucketSender, bucket_names
 
 NUM_TENSORS = 200
 """Of a million numbers each, in bfloat16."""
 _SIDE = 1024
 _VERSIONS = 20
+_BUCKET_BYTES = 64 << 20
 
 
 def run(settings: CheckSettings) -> None:
@@ -29,8 +31,10 @@ def run(settings: CheckSettings) -> None:
         ).bfloat16()
         for index in range(num_tensors)
     }
+    layout = tuple(make_spec(name, tensor) for name, tensor in tensors.items())
+    buckets = bucket_names(layout, _BUCKET_BYTES)
     sender = BucketSender(
-        tuple(make_spec(name, tensor) for name, tensor in tensors.items())
+        layout, bucket_bytes=_BUCKET_BYTES, device=torch.device(settings.device)
     )
     stage_s: list[float] = []
     load_s: list[float] = []
@@ -57,11 +61,14 @@ def run(settings: CheckSettings) -> None:
             staged = sender.stage(WeightVersion(version), tensors.items())
             stage_s.append(time.monotonic() - started)
             num_bytes = staged.num_bytes
-            receiver.stdin.write(staged.handle + "\n")
-            receiver.stdin.flush()
-            reply = json.loads(receiver.stdout.readline())
-            load_s.append(reply["seconds"])
-            held = reply["checksums"]
+            held: dict[str, str] = {}
+            started = time.monotonic()
+            for index, names in enumerate(buckets):
+                bucket = sender.bucket(index, [(name, tensors[name]) for name in names])
+                receiver.stdin.write(bucket + "\n")
+                receiver.stdin.flush()
+                held |= json.loads(receiver.stdout.readline())["checksums"]
+            load_s.append(time.monotonic() - started)
             wrong += sum(
                 held.get(name) != checksum(tensor) for name, tensor in tensors.items()
             )

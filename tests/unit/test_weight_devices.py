@@ -13,7 +13,8 @@ from tiny_model import make_tiny_model
 from invrl.cli.flags import parse_flags
 from invrl.engines.launch import engine_server
 from invrl.families.hf_config import read_hf_config
-from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.processes.gpu_plan import plan_run
+from invrl.run.processes.weight_devices import arena_on_gpu, broadcast_on_gpu
 from invrl.run.settings.config import Config, resolve
 from invrl.train.config import TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
@@ -61,6 +62,23 @@ def test_arena_on_a_gpu_takes_at_most_an_eighth_of_its_memory(model: Path) -> No
         room = 8 * 2 * item * size
         assert arena_on_gpu(config, gpus=1, gpu_bytes=room)
         assert not arena_on_gpu(config, gpus=1, gpu_bytes=room - 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "expected"),
+    [
+        (["--weights.transport", "collective"], 2, True),
+        (["--weights.transport", "collective"], 1, False),
+        (["--weights.transport", "collective"], 0, False),
+        (["--weights.transport", "collective", "--colocate"], 2, False),
+        ([], 2, False),
+    ],
+)
+def test_broadcast_goes_between_gpus_if_trainer_and_engines_share_none(
+    model: Path, flags: list[str], gpus: int, expected: bool
+) -> None:
+    config = configured(model, *flags)
+    assert broadcast_on_gpu(config, plan_run(config, gpus)) is expected
 
 
 def test_memory_estimate_counts_arena_slots_on_their_device(model: Path) -> None:

@@ -1,14 +1,16 @@
-"""The memory of the weight arena: a GPU's if trainer and engines share one, else the
-host's.
+"""The memory through which weights go to the engines: a GPU's, or the host's.
 
-In host memory every update leaves the GPU and comes back. In GPU memory it takes two
-copies within the GPU, and the space for them. Does not import torch.
+The arena is in a GPU's memory if trainer and engines share one. In host memory every
+update leaves the GPU and comes back. In GPU memory it takes two copies within the GPU,
+and the space for them. A broadcast goes from GPU to GPU if trainer and engines do not
+share one. Does not import torch.
 """
 
 from invrl.families.hf_config import read_hf_config
+from invrl.run.processes.gpu_plan import GpuPlan
 from invrl.run.settings.config import Config
 from invrl.train.cost.model_size import ModelSize
-from invrl.weights.config import ArenaWeights
+from invrl.weights.config import ArenaWeights, CollectiveWeights
 
 _LARGEST_SHARE = 1 / 8
 """Largest share of the GPU's memory for both slots: the rest is for the trainer and the
@@ -37,3 +39,10 @@ def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
         2 * num_parameters * _ITEM_BYTES[config.engine.dtype]
         <= _LARGEST_SHARE * gpu_bytes
     )
+
+
+def broadcast_on_gpu(config: Config, plan: GpuPlan | None) -> bool:
+    """Whether the transport `collective` sends from GPU to GPU, by NCCL, which refuses
+    two of its processes on the same one."""
+    is_broadcast = isinstance(config.weights, CollectiveWeights)
+    return is_broadcast and plan is not None and not plan.shares
