@@ -13,7 +13,7 @@ import Megatron are imported inside functions.
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
