@@ -37,7 +37,7 @@ async def measure_broadcasts(
     """The ratio: seconds of an update's load, in which the engine receives the weights
     and reads them back, over seconds of a plain broadcast. Raises InvrlError."""
     collective = CollectiveWeights.model_validate({"timeout_s": settings.deadline_s})
-    timeout_s = collective.broadcast_timeout_s
+    timeout_s = collective.bucket_timeout_s
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)
     tensors = random_tensors(empty_tensors(config, dtype))
     weights = BroadcastWeights(tensors, timeout_s=timeout_s)

@@ -139,7 +139,7 @@ class Addition:
     ) -> None:
         """`weight` is this rank's part of the parameter. `groups` is the rank's number
         of key-value heads."""
-        self._fusion = fusion
+        self._fusion: Fusion = fusion
         self._groups = groups
         pieces = split(fusion, weight[:, :1], groups=groups, head_dim=head_dim)
         self.num_rows = [len(piece) for piece in pieces]

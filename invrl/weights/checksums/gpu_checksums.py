@@ -57,57 +57,47 @@ def split_in_tiles(matrices: Sequence[WordMatrix]) -> Tiles:
         by_size.setdefault(matrix.word_bytes, []).append(index)
     by_word_bytes: list[tuple[int, torch.Tensor]] = []
     for word_bytes, indices in by_size.items():
-        of_size = [matrices[index] for index in indices]
-        rows = _rows(of_size, indices)
+        rows = _rows([matrices[index] for index in indices], indices)
         if len(rows):
-            on_gpu = torch.from_numpy(rows).to(device)
-            by_word_bytes.append((word_bytes, on_gpu))
+            by_word_bytes.append((word_bytes, torch.from_numpy(rows).to(device)))
     return Tiles(len(matrices), by_word_bytes, device)
 
 
 def sums_on_gpu(tiles: Tiles) -> list[int]:
     """The sum of each matrix, of the words as they are now. Waits for the result, and
     so for all that the current stream was asked for before."""
-    sums = torch.zeros(
-        tiles.num_sums,
-        dtype=torch.int64,
-        device=tiles.device,
-    )
+    sums = torch.zeros(tiles.num_sums, dtype=torch.int64, device=tiles.device)
     with torch.cuda.device_of(sums):  # triton launches on the current device
         for word_bytes, rows in tiles.by_word_bytes:
-            grid = (len(rows),)
-            _add_tiles[grid](rows, sums, WORD_BYTES=word_bytes)  # type: ignore[arg-type]
+            _add_tiles[(len(rows),)](rows, sums, WORD_BYTES=word_bytes)  # type: ignore[arg-type]
     return sums.tolist()
 
 
-def _rows(
-    matrices: Sequence[WordMatrix],
-    indices: Sequence[int],
-) -> NDArray[np.int64]:
+def _rows(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
     """Return a row for each tile: address of its first word, number of words, columns
     of its matrix, column in the slice, row and first column in the whole tensor, and
     index of the sum."""
-    num_words = [matrix.num_words for matrix in matrices]
-    sizes = np.array(num_words, np.int64)
+    sizes = np.array([matrix.num_words for matrix in matrices], np.int64)
     counts = -(-sizes // _TILE_WORDS.value)
-    numbers = np.arange(len(matrices))
-    owner = np.repeat(numbers, counts)
-    tiles_before = np.repeat(counts.cumsum() - counts, counts)
-    number_in_matrix = np.arange(counts.sum()) - tiles_before
-    start = number_in_matrix * _TILE_WORDS.value
-    facts: list[tuple[int, ...]] = []
-    for matrix, index in zip(matrices, indices, strict=True):
-        of_matrix = (
-            matrix.part.data_ptr(),
-            matrix.columns,
-            matrix.first_row,
-            matrix.first_column,
-            matrix.word_bytes,
-            index,
-        )
-        facts.append(of_matrix)
-    of_tiles = np.array(facts, np.int64)[owner]
-    address, columns, first_row, first_column, word_bytes, index = of_tiles.T
+    owner = np.repeat(np.arange(len(matrices)), counts)
+    start = (
+        np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    ) * _TILE_WORDS.value
+    facts = np.array(
+        [
+            (
+                matrix.part.data_ptr(),
+                matrix.columns,
+                matrix.first_row,
+                matrix.first_column,
+                matrix.word_bytes,
+                index,
+            )
+            for matrix, index in zip(matrices, indices, strict=True)
+        ],
+        np.int64,
+    )
+    address, columns, first_row, first_column, word_bytes, index = facts[owner].T
     return np.stack(
         [
             address + start * word_bytes,
@@ -125,24 +115,15 @@ def _rows(
 @triton.jit
 def _coefficients(seed: tl.constexpr, index):
     """Compute `multilinear_checksum.coefficients` on the GPU."""
-    number = index + (seed << 40)
-    mixed = number.to(tl.uint64) * 0x9E3779B97F4A7C15
+    mixed = (index + (seed << 40)).to(tl.uint64) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    mixed = mixed ^ (mixed >> 31)
-    return (mixed | 1).to(tl.int64)
-
-
-@triton.jit
-def _load(address, dtype: tl.constexpr, place, is_word):
-    pointers = address.to(tl.pointer_type(dtype)) + place
-    return tl.load(pointers, is_word, other=0)
+    return ((mixed ^ (mixed >> 31)) | 1).to(tl.int64)
 
 
 @triton.jit
 def _add_tiles(tiles, sums, WORD_BYTES: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64)
-    tile = tiles + number * _TILE_FIELDS
+    tile = tiles + tl.program_id(0).to(tl.int64) * _TILE_FIELDS
     address = tl.load(tile)
     count = tl.load(tile + 1).to(tl.int32)
     columns = tl.load(tile + 2).to(tl.int32)
@@ -153,17 +134,23 @@ def _add_tiles(tiles, sums, WORD_BYTES: tl.constexpr):
     total = tl.zeros((_BLOCK_WORDS,), tl.int64)
     for start in range(0, _TILE_WORDS, _BLOCK_WORDS):
         place = start + tl.arange(0, _BLOCK_WORDS)
-        is_word = place < count
         if WORD_BYTES == 8:
-            whole = _load(address, tl.int64, place, is_word)
-            upper = whole.to(tl.uint64) >> _SHIFT
-            words = whole ^ upper.to(tl.int64)
+            whole = tl.load(
+                address.to(tl.pointer_type(tl.int64)) + place, place < count, other=0
+            )
+            words = whole ^ (whole.to(tl.uint64) >> _SHIFT).to(tl.int64)
         elif WORD_BYTES == 4:
-            words = _load(address, tl.int32, place, is_word)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int32)) + place, place < count, other=0
+            )
         elif WORD_BYTES == 2:
-            words = _load(address, tl.int16, place, is_word)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int16)) + place, place < count, other=0
+            )
         else:
-            words = _load(address, tl.int8, place, is_word)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int8)) + place, place < count, other=0
+            )
         rows = row + (column + place) // columns
         in_row = first_column + (column + place) % columns
         total += (
@@ -171,5 +158,4 @@ def _add_tiles(tiles, sums, WORD_BYTES: tl.constexpr):
             * _coefficients(_COLUMN_SEED, in_row)
             * _coefficients(_ROW_SEED, rows)
         )
-    of_tile = tl.sum(total)
-    tl.atomic_add(sums + index, of_tile, sem="relaxed")
+    tl.atomic_add(sums + index, tl.sum(total), sem="relaxed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ def pin(memory: torch.Tensor) -> None:
     pageable, and a warning says so."""
     import torch
 
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if status != 0:

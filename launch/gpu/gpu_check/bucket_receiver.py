@@ -32,7 +32,8 @@ def main() -> None:
         for name, tensor in tensors:
             held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         names = [name for name, _ in tensors]
-        del value, bucket, tensors, tensor  # the sender may free the bucket
+        # The sender may free the bucket.
+        del value, bucket, tensors, tensor  # pyright: ignore[reportPossiblyUnboundVariable]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         checksums = {name: checksum(held[name]) for name in names}
