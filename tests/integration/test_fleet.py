@@ -299,7 +299,7 @@ async def test_replies_of_a_killed_engine_go_on_at_the_other_one(pair: Parts) ->
         others = [
             structs.replace(asked, rid=f"{asked.rid}-whole") for asked in requests
         ]
-        wholes = [await generate(client, asked) for asked in others]
+        wholes = await asyncio.gather(*(generate(client, asked) for asked in others))
     assert {end.finish_reason for end in ends} == {"length"}
     for reply, taken, whole in zip(replies, chunks, wholes, strict=True):
         ids_T = np.concatenate([chunk.ids_T for chunk in taken])
