@@ -13,6 +13,7 @@ import pytest
 from recorded_run import RecordedRun, record_run
 from virtual_run import Setting, virtual_run
 
+from benchmarks.plan_errors import RUNS, TOLERANCE, planned_step
 from invrl.buffer.config import BufferConfig
 from invrl.cli.commands.plan import plan
 from invrl.cli.flags import parse_flags
@@ -227,6 +228,12 @@ def test_rollouts_of_a_run_predict_its_steps() -> None:
         expected_s = workload.step_s(num_running)
         assert read.step_s(num_running) == pytest.approx(expected_s, rel=0.1)
     assert estimate(read, 1).step_s == pytest.approx(seconds / num_steps, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["synchronous_short", "staleness_1_two_engines"])
+def test_plan_of_a_real_run_takes_as_long_as_the_run(name: str) -> None:
+    planned = planned_step(RUNS / f"{name}.json")
+    assert abs(planned.error) < TOLERANCE
 
 
 def recorded(tmp_path: Path, num_rollouts: int = 16) -> RecordedRun:
