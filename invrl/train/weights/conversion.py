@@ -187,9 +187,7 @@ class ReplicaWeights:
             bucket_dtype = _exported_dtype(next(iter(bucket.values())), dtype)
             parts: dict[str, list[torch.Tensor]] = {name: [] for name in bucket}
             for holder in self._ranks:
-                held = [
-                    name for name in bucket if holder in self._holdings[name].ranks
-                ]
+                held = [name for name in bucket if holder in self._holdings[name].ranks]
                 for name, part in self._parts(holder, held, values, bucket_dtype):
                     parts[name].append(part)
             if self.collects:
