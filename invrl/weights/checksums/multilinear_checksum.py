@@ -16,7 +16,7 @@ the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
@@ -201,8 +201,9 @@ def rank_checksums(by_rank: Sequence[Mapping[str, str]]) -> Checksums:
 
 def _added(slices: Sequence[str]) -> str:
     """Return the sum of the ranks' different slices."""
-    if len(slices) == 1 and slices[0].startswith(_ONLY_SLICE):
-        return slices[0].removeprefix(_ONLY_SLICE)
+    first = slices[0]
+    if len(slices) == 1 and first.startswith(_ONLY_SLICE):
+        return first.removeprefix(_ONLY_SLICE)
     values: Checksums = {}
     for rank, text in enumerate(slices):
         place, _, value = text.partition(":")
@@ -253,18 +254,21 @@ class WordMatrix:
 def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     """Return the sum of each matrix. Those on a GPU are summed in one kernel, with one
     wait."""
-    on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
-    sums: dict[int, int] = {}
+    on_gpu = [matrix for matrix in matrices if matrix.part.is_cuda]
+    sums_of_gpu: Iterator[int] = iter(())
     if on_gpu:
         from invrl.weights.checksums.gpu_checksums import split_in_tiles, sums_on_gpu
 
-        matrices_on_gpu = [matrices[index] for index in on_gpu]
-        tiles = split_in_tiles(matrices_on_gpu)
-        sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
-    for index, matrix in enumerate(matrices):
-        if index not in sums:
-            sums[index] = _sum_on_cpu(matrix)
-    return [sums[index] & _WRAP for index in range(len(matrices))]
+        tiles = split_in_tiles(on_gpu)
+        sums_of_gpu = iter(sums_on_gpu(tiles))
+    sums: list[int] = []
+    for matrix in matrices:
+        if matrix.part.is_cuda:
+            total = next(sums_of_gpu)
+        else:
+            total = _sum_on_cpu(matrix)
+        sums.append(total & _WRAP)
+    return sums
 
 
 def _slice_matrix(
