@@ -35,7 +35,7 @@ def read(share: OwnShare, regions: list[Region]) -> int:
         if not window.has_own:
             continue
         num_read += 1
-        buffer = window.make_buffer()
+        buffer = window.buffer()
         window.in_region(buffer).copy_(WHOLE[rows, columns])
         window.write_back(buffer)
     return num_read

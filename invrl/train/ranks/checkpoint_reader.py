@@ -69,8 +69,8 @@ class Window:
     def has_own(self) -> bool:
         return self.own.start < self.own.stop
 
-    def make_buffer(self) -> torch.Tensor:
-        """Return a flat buffer for the window. It has the elements of this rank that
+    def buffer(self) -> torch.Tensor:
+        """Make a flat buffer for the window. It has the elements of this rank that
         the region leaves out."""
         buffer = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         if not self.region.is_contiguous():
@@ -174,7 +174,7 @@ class _SharePlanner(MCoreLoadPlanner):
         window = self._window(read_item)
         if window is None:
             return super().resolve_tensor(read_item)
-        buffer = window.make_buffer()
+        buffer = window.buffer()
         self._opened = (window, buffer)
         return window.in_region(buffer)
 
