@@ -325,7 +325,7 @@ class _Logs:
 
 
 _TELLING = re.compile(
-    r"^invrl: the run failed|^\S+ \S+ [WE] .*(fail|dead|died|kill|ended|replac|again|not answer|leaves)"
+    r"^invrl: the run failed|^\S+ [WE] .*(fail|dead|died|kill|ended|replac|again|not answer|leaves)"
 )
 """The supervisor's lines on the console, and warnings and errors in the driver's
 log."""
