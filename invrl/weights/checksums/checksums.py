@@ -79,7 +79,8 @@ def copy_all(
     """
     import torch
 
-    if not (_on_gpu(places) or torch.cuda.is_initialized()):
+    gpu_copies = _on_gpu(places) or torch.cuda.is_initialized()
+    if not gpu_copies:
 
         def copy(name: str, source: torch.Tensor) -> str:
             def hash_target(target: torch.Tensor) -> str:

@@ -59,7 +59,10 @@ def whole_checksums(tensors: Tensors) -> Checksums:
     return _whole_texts(tensors, _sums(matrices))
 
 
-def _whole_texts(names: Iterable[str], sums: Iterable[int]) -> Checksums:
+def _whole_texts(
+    names: Iterable[str],
+    sums: Iterable[int],
+) -> Checksums:
     checksums: Checksums = {}
     for name, total in zip(names, sums, strict=True):
         checksums[name] = f"{total:016x}"
