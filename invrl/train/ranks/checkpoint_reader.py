@@ -25,9 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import load_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from invrl.train.ranks.placeholders import Placeholders
 
@@ -132,7 +132,7 @@ class _TensorByTensorLoad(TorchDistLoadShardedStrategy):
         torch_state: Any = mcore_to_pyt_state_dict(by_key, True)
         reader = _get_filesystem_reader(checkpoint_dir, cache_metadata=True)
         load_state_dict(torch_state, reader, planner=planner)
-        filled = {
+        filled: Any = {
             key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()
         }
         state = _replace_sharded_keys_with_state_dict_keys(

@@ -118,7 +118,8 @@ class OffloadedOptimizer(DistributedOptimizer):
             for share in group:
                 self._send(share)
         device.wait()  # the host's memory may change from here on
-        for chunk in self.model_chunks:
+        chunks: list[Any] = self.model_chunks
+        for chunk in chunks:
             chunk.start_param_sync()
         return True
 

@@ -40,6 +40,7 @@ def run(settings: CheckSettings) -> None:
         vocab_size=read_hf_config(model).vocab_size,
     )
     [shard] = shard_batch(batch, ranks=1, steps=1)
+    values: dict[str, float] = {}
     for _ in range(_STEPS):
         result = rank.train(shard)
         num_unequal = _unequal_shares(rank)
