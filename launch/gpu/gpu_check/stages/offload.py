@@ -1,7 +1,6 @@
 """Training steps with the optimizer in main memory: the weights are its master weights,
 rounded; the memory of the card next to our own estimate; the seconds of a step."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.training.step_program import start_rank
@@ -41,7 +40,7 @@ def run(settings: CheckSettings) -> None:
         vocab_size=read_hf_config(model).vocab_size,
     )
     [shard] = shard_batch(batch, ranks=1, steps=1)
-    values: Mapping[str, float] = {}
+    values: dict[str, float] = {}
     for _ in range(_STEPS):
         result = rank.train(shard)
         num_unequal = _unequal_shares(rank)
