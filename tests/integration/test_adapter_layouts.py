@@ -32,7 +32,7 @@ CASES: Mapping[str, tuple[str, ParallelLayout]] = {
     "llama dp2": ("llama", ParallelLayout(data=2)),
     "llama cp2": ("llama", ParallelLayout(context=2)),
     "llama pp2": ("llama", ParallelLayout(pipeline=2)),
-    "llama pp2vpp2": ("llama", ParallelLayout(pipeline=2, virtual_pipeline=2)),
+    "mistral pp2vpp2": ("mistral", ParallelLayout(pipeline=2, virtual_pipeline=2)),
     "llama tp2dp2": ("llama", ParallelLayout(tensor=2, data=2)),
     "qwen3_moe ep2": ("qwen3_moe", ParallelLayout(data=2, expert=2)),
     "qwen3_moe tp2": ("qwen3_moe", ParallelLayout(tensor=2)),
@@ -40,6 +40,8 @@ CASES: Mapping[str, tuple[str, ParallelLayout]] = {
     "deepseek_v3 tp2ep2": ("deepseek_v3", ParallelLayout(tensor=2, expert=2)),
     "deepseek_v3 pp2": ("deepseek_v3", ParallelLayout(pipeline=2)),
 }
+DEEP = ("gemma3_text", "mistral")
+"""Families whose cases divide four layers."""
 QUICK = ("llama tp2", "llama dp2", "llama pp2", "qwen3_moe ep2", "deepseek_v3 tp2ep2")
 
 
@@ -79,7 +81,7 @@ Alone = Callable[[str], Record]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A model of four layers and an adapter to begin with."""
+    """A model of the shape that `test_layouts.py` has, and an adapter to begin with."""
     folder = tmp_path_factory.mktemp("adapters")
 
     @cache
@@ -88,7 +90,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if family == "gemma3_text":
             fields["layer_types"] = ["sliding_attention", "full_attention"] * 2
         model = make_family_model(
-            folder / family, family, num_hidden_layers=4, **fields
+            folder / family,
+            family,
+            num_hidden_layers=4 if family in DEEP else 2,
+            num_attention_heads=8,
+            num_key_value_heads=8 if family == "deepseek_v3" else 4,
+            head_dim=16,
+            **fields,
         )
         return model, make_adapter(folder / f"{family}-adapter", model)
 
