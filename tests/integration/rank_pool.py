@@ -2,19 +2,20 @@
 more than any test does. A test asks for a layout of ranks through the `pool` fixture of
 `conftest.py`.
 
-Run as a script it is one such process: it imports, and forks a child for each build,
-which answers calls over a socket until the next build or until the socket closes. (A
-rank cannot be taken apart inside its process, because something in C++ holds the model
-and with it twenty process groups. Their threads wake every few milliseconds: after
-forty builds they took a core.) A rank keeps the gradients (before clipping) and weights
-of every optimizer step, by Hugging Face name, so that a test can compute the same step
-otherwise.
+Run as a script it is their parent: it imports once, and forks them. Each forks a child
+for each build, which answers calls over a socket until the next build or until the
+socket closes. (A rank cannot be taken apart inside its process, because something in
+C++ holds the model and with it twenty process groups. Their threads wake every few
+milliseconds: after forty builds they took a core.) A rank keeps the gradients (before
+clipping) and weights of every optimizer step, by Hugging Face name, so that a test can
+compute the same step otherwise.
 """
 
 from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -50,6 +51,18 @@ from invrl.types.metrics import Metric, merge
 from invrl.types.weights import WeightVersion
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
+IMPORTED_BY_RANKS = (
+    "invrl.algorithms.objectives.distillation",
+    "invrl.algorithms.objectives.preferences",
+    "invrl.algorithms.objectives.sft",
+    "invrl.algorithms.policy_loss.losses",
+    "invrl.train.critic.critic",
+    "invrl.train.runtime.offloading",
+    "invrl.train.trainer.train_rank",
+    "invrl.train.trainer.trainer_state",
+    "invrl.train.weights.hf_export",
+)
+"""Modules that a rank imports while it is built or called."""
 
 Arrays = dict[str, NDArray[np.float32]]
 
@@ -67,11 +80,12 @@ class Step:
 
 
 class RankPool:
-    """The processes, started when first needed."""
+    """The processes, forked when first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[tuple[ServerProcess, Connection]] = []
+        self._parent: tuple[ServerProcess, Connection] | None = None
+        self._connections: list[Connection] = []
 
     def build(
         self,
@@ -91,12 +105,12 @@ class RankPool:
         layout all `ranks` are data-parallel."""
         layout = layout or ParallelLayout(data=ranks)
         ranks = layout.world_size
-        while len(self._processes) < ranks:
-            self._processes.append(self._spawn(len(self._processes)))
+        while len(self._connections) < ranks:
+            self._connections.append(self._fork())
         train = train or TrainConfig(train_dtype="float32")
-        connections = [connection for _, connection in self._processes[:ranks]]
-        everyone = [connection for _, connection in self._processes]
-        Trainer(everyone, ParallelLayout(data=len(everyone))).each("renew")
+        connections = self._connections[:ranks]
+        everyone = ParallelLayout(data=len(self._connections))
+        Trainer(self._connections, everyone).each("renew")
         [port] = Trainer(connections[:1], ParallelLayout()).each("listen")
         store_key = random_key()
         trainer = Trainer(connections, layout)
@@ -126,29 +140,43 @@ class RankPool:
         )
         return trainer
 
-    def _spawn(self, number: int) -> tuple[ServerProcess, Connection]:
-        address = str(self._folder / f"{number}.socket")
-        with Listener(address, "AF_UNIX") as listener:
+    def _fork(self) -> Connection:
+        if self._parent is None:
+            self._parent = self._start_parent()
+        _, orders = self._parent
+        address = str(self._folder / f"{len(self._connections)}.socket")
+        with listening(address) as listener:
+            orders.send(address)
+            return listener.accept()
+
+    def _start_parent(self) -> tuple[ServerProcess, Connection]:
+        address = str(self._folder / "parent.socket")
+        with listening(address) as listener:
             process = ServerProcess(
-                f"rank process {number}",
+                "parent of the rank processes",
                 [sys.executable, __file__, address],
-                log=self._folder / f"{number}.log",
+                log=self._folder / "ranks.log",
                 env={
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 },
             )
-            listener._listener._socket.settimeout(CALL_S)  # type: ignore[attr-defined]
             return process, listener.accept()
 
-    def pids(self, ranks: int) -> list[int]:
-        """Of the processes of the first so many ranks."""
-        return [process.pid for process, _ in self._processes[:ranks]]
-
     def stop(self) -> None:
-        for process, connection in self._processes:
+        for connection in self._connections:
             connection.close()
+        if self._parent is not None:
+            process, orders = self._parent
+            orders.close()
             process.stop()
+
+
+def listening(address: str) -> Listener:
+    """A socket for one process that shall connect in time."""
+    listener = Listener(address, "AF_UNIX")
+    listener._listener._socket.settimeout(CALL_S)  # type: ignore[attr-defined]
+    return listener
 
 
 class Trainer:
@@ -275,7 +303,8 @@ class RankProcess:
         from invrl.train.runtime import device
 
         device.prepare()
-        import invrl.train.trainer.train_rank  # noqa: F401  Megatron too is imported once, for all children
+        for module in IMPORTED_BY_RANKS:
+            importlib.import_module(module)
         from invrl.train.critic import critic
         from invrl.train.step import train_step as step
 
@@ -558,6 +587,9 @@ class RankProcess:
             setattr(module, constant, value)
         return replaced
 
+    def has_imported(self, module: str) -> bool:
+        return module in sys.modules
+
     def sleep(self, _: None) -> int:
         return self._rank.sleep()
 
@@ -815,9 +847,28 @@ _CLOSED = 1
 """Why a child ended."""
 
 
-def serve(address: str) -> None:
-    connection = Client(address, "AF_UNIX")
+def fork_processes(address: str) -> None:
+    """In the parent: fork a process for each address that arrives."""
+    gc.disable()  # until everything is imported
     process = RankProcess()
+    # Else each child collects, and thereby copies, what all of them share.
+    gc.freeze()
+    gc.enable()
+    orders = Client(address, "AF_UNIX")
+    while True:
+        try:
+            address_of_process = orders.recv()
+        except EOFError:
+            return
+        if os.fork() == 0:
+            die_with_parent()
+            orders.close()
+            serve(address_of_process, process)
+            os._exit(0)
+
+
+def serve(address: str, process: RankProcess) -> None:
+    connection = Client(address, "AF_UNIX")
     why_ended = _RENEW
     while why_ended == _RENEW:
         child = os.fork()
@@ -851,6 +902,6 @@ def answer_calls(connection: Connection, process: RankProcess) -> int:
 if __name__ == "__main__":
     # Pickled values name this module, so it is imported under its own name, not as
     # __main__.
-    from rank_pool import serve as imported_serve
+    from rank_pool import fork_processes as imported_fork_processes
 
-    imported_serve(sys.argv[1])
+    imported_fork_processes(sys.argv[1])
