@@ -660,3 +660,15 @@ def test_the_gradient_norm_is_bounded(
         )
     )
     assert moved == pytest.approx(0.1 * (bound or norm), rel=1e-3)
+
+
+def test_rank_on_a_cpu_trains_saves_and_loads_without_torchs_tracer(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Importing dynamo takes longer than all that a small run computes."""
+    trainer = pool.build(model, train=settings(), algorithm=ALGORITHM)
+    trainer.train(BATCHES[0])
+    trainer.each("save", str(tmp_path / "saved"))
+    trainer.each("load", str(tmp_path / "saved"))
+    trainer.train(BATCHES[0])
+    assert trainer.each("has_imported", "torch._dynamo") == [False]

@@ -24,6 +24,7 @@ def replace_cuda() -> None:
     """Apply all replacements. Call it once, on a machine without CUDA."""
     _keep_freed_memory()
     _replace_torch_cuda()
+    _leave_dynamo_out()
     _replace_megatron_cuda()
     _skip_collectives_of_one()
     _give_expert_sizes_as_numpy()
@@ -119,6 +120,18 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return make_on_cpu
+
+
+def _leave_dynamo_out() -> None:
+    """Let torch's AdamW work without dynamo, torch's tracer. Some of its methods import
+    it at their first call, to be excluded from compilation: that took a rank more than
+    a CPU-second, and nothing is compiled here."""
+    for method in vars(torch.optim.Optimizer).values():
+        undecorated: Any = getattr(method, "__wrapped__", None)
+        if undecorated is not None:
+            undecorated.__dynamo_disable = undecorated
+    adam: Any = torch.optim.Adam
+    adam.step = torch.no_grad()(adam.step.__wrapped__)
 
 
 def _replace_megatron_cuda() -> None:
