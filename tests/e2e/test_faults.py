@@ -53,7 +53,7 @@ def run(folder: Path) -> Iterator[Soak]:
         "--max-staleness",
         "1",
         # Short steps: most of the time goes to waiting for the next one.
-        *("--rollout-batch-size", "2"),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4"),
     ]
     soak = Soak(RunFolder(path=folder / "faults"), [*flags(folder, "faults"), *more])
     soak.start()
@@ -153,7 +153,7 @@ def test_repeated_command_of_a_dead_supervisor_trains_on_and_after_all_faults_no
     assert fault.outcome == "resumed"
     run.wait_for_end()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
-    assert counts["rollouts_trained"] == steps * 16
+    assert counts["rollouts_trained"] == steps * 8
     # The first, and one after each fault that no process recovers from.
     restarts = [fault for fault in run.faults if fault.outcome != "recovered"]
     assert counts["incarnations"] == 1 + len(restarts)
