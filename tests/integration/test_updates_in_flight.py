@@ -262,7 +262,7 @@ async def test_new_requests_do_not_reuse_the_cache_of_older_weights(
     await updates.sample(ended, 1)
     assert (await updates.sample(ended, 1)).cached_tokens > 90
     begun = asyncio.Event()
-    flight = asyncio.create_task(updates.sample(in_flight, 1000, begun))
+    flight = asyncio.create_task(updates.sample(in_flight, 500, begun))
     await begun.wait()
     await updates.next()
     for prompt in (ended, in_flight):
@@ -314,7 +314,7 @@ async def test_request_that_outlasts_the_drain_is_retracted(
 ) -> None:
     prompt = [1, 20, 30, 40]
     begun = asyncio.Event()
-    running = asyncio.create_task(updates.sample(prompt, 1500, begun))
+    running = asyncio.create_task(updates.sample(prompt, 700, begun))
     await begun.wait()
     await updates.next()
     result = await running
@@ -373,7 +373,7 @@ async def test_full_engine_makes_room_for_the_canary(
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(MOST_RUNNING)]
     begun = [asyncio.Event() for _ in prompts]
     running = [
-        asyncio.create_task(updates.sample(prompt, 1000, event))
+        asyncio.create_task(updates.sample(prompt, 600, event))
         for prompt, event in zip(prompts, begun, strict=True)
     ]
     await asyncio.gather(*(event.wait() for event in begun))
