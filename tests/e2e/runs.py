@@ -12,7 +12,7 @@ from pathlib import Path
 from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-STEPS = 32
+STEPS = 20
 """Of trivial.toml. A policy of luck starts slowly now and then; twice the usual time to
 learn is enough."""
 DEADLINE_S = 1800

@@ -58,7 +58,7 @@ def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
     assert {row["step"]: train_metrics(row) for row in rows} == {
         step: live[step] for step in steps
     }
-    weights = "checkpoints/step-000032/hugging_face/model.safetensors"
+    weights = f"checkpoints/step-{STEPS:06}/hugging_face/model.safetensors"
     assert (alone / weights).read_bytes() == (learned / weights).read_bytes()
     assert not list((alone / "logs").glob("engine*"))
 

@@ -19,7 +19,7 @@ from e2e.runs import DEADLINE_S, STEPS, steps_of, train
 
 
 def change(run: Path) -> float:
-    """Mean reward of the last quarter of steps less that of the first four."""
+    """Mean reward of the last four steps less that of the first four."""
     rewards = [row["rollout/reward_mean"] for row in steps_of(run)]
     assert len(rewards) >= 16
     return sum(rewards[-4:]) / 4 - sum(rewards[:4]) / 4
