@@ -18,7 +18,7 @@ class Started(Exception):
     """The engines would start now."""
 
 
-def started(*_: object) -> None:
+def started(*_: object, **__: object) -> None:
     raise Started
 
 
