@@ -197,7 +197,7 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
     assert now["checkpoints"] == {"keep": False}
     assert now["curriculum"] == {"kind": "thompson", "tasks": False}
     assert now["dpo"] == {"beta": 0.3, "label_smoothing": 0.0}
-    assert now["train"] == {"clip_grad": 1.0}
+    assert now["train"] == {"clip_grad": 1.0, "lora": False}
     assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
     assert now["algorithm"]["kl"] is False
     assert as_written_now(now, section_of_table) == now
