@@ -126,7 +126,9 @@ class TrainConfig(Section):
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = Field(
+        None, description="a low-rank adapter, which is trained instead of the model"
+    )
     lr: PositiveFloat = Field(
         1e-6,
         description="learning rate (the highest of the schedule); with [lora], left out: 1e-5",
