@@ -4,6 +4,7 @@ generates meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,18 @@ from invrl.weights.update.transaction import WeightTransaction
 KINDS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 SERVED = ServedAdapter(rank=4, targets=KINDS, num_versions=3)
 LORA = {"rank": 4, "alpha": 8.0}
+LONG = 16_000
+"""Tokens of a request that outlasts the test."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("model"), "llama")
+    """A model that can be asked for so many tokens that no reply ends by itself."""
+    folder = make_family_model(tmp_path_factory.mktemp("model"), "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 4 * LONG
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture
@@ -61,7 +69,10 @@ async def fleet(
     engine_parent: ForkParent, model: Path, tmp_path: Path
 ) -> AsyncIterator[Fleet]:
     config = EngineConfig(
-        dtype="float32", start_timeout_s=500.0, health_interval_s=86_400.0
+        dtype="float32",
+        start_timeout_s=500.0,
+        health_interval_s=86_400.0,
+        max_total_tokens=5 * LONG,
     )
     started = Fleet(
         config,
@@ -126,7 +137,7 @@ async def test_an_engine_serves_new_versions_while_requests_end_on_theirs(
     first = await transaction.run(WeightVersion(0))
     assert first.canary_max_gap <= 1e-4
     base = await fleet.engines["engine-0"].client.prompt_logprobs(CANARY)
-    long = [Generation(fleet, f"long-{index}", 1900) for index in range(3)]
+    long = [Generation(fleet, f"long-{index}", LONG) for index in range(3)]
     for generation in long:
         await asyncio.wait_for(generation.begun.wait(), 60)
     trainer.train(random_batch(1))
@@ -157,10 +168,14 @@ async def test_an_engine_serves_new_versions_while_requests_end_on_theirs(
     trainer.train(random_batch(3))
     await transaction.run(WeightVersion(3))
     assert not any(generation.task.done() for generation in long)
-    newer = Generation(fleet, "newer", 1900)
+    newer = Generation(fleet, "newer", LONG)
     await asyncio.wait_for(newer.begun.wait(), 60)
+    # Version 2 leaves for 4. Then 0 and 3 are used, and 4 is the newest.
     trainer.train(random_batch(4))
     await transaction.run(WeightVersion(4))
+    assert not any(generation.task.done() for generation in long)
+    trainer.train(random_batch(5))
+    await transaction.run(WeightVersion(5))
     for generation in long:
         with pytest.raises(ServerError, match="abort"):
             await generation.task
