@@ -8,6 +8,7 @@ raises NotImplementedError. Invariant: nothing here changes a process that sees 
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -125,6 +126,26 @@ def support_routed_experts() -> None:
 
     common._cuda_host_register = lambda *args, **kwargs: None
     common._cuda_host_unregister = lambda *args, **kwargs: None
+
+
+def support_adapters() -> None:
+    """Let SGLang serve adapters (`--enable-lora`), for which it asks for memory that an
+    accelerator can read. Does nothing on CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # pyright: ignore
+
+
+def _without_pinning(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return create(*args, **kwargs)
+
+    return create_unpinned
 
 
 def seeded_noise(

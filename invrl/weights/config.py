@@ -21,9 +21,12 @@ class WeightsConfig(Section):
     transport adds settings of its own."""
 
     plain_flags = ()
-    transport: Literal["arena", "bucket", "collective", "disk", "delta"] = Field(
-        "arena",
-        description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': broadcast",
+    transport: Literal["adapter", "arena", "bucket", "collective", "disk", "delta"] = (
+        Field(
+            "arena",
+            description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': broadcast; "
+            "'adapter': the adapter of [lora] alone, while engines generate",
+        )
     )
     update: Literal["together", "rolling"] = Field(
         "together",
@@ -72,6 +75,13 @@ class ArenaWeights(WeightsConfig):
     )
 
 
+class AdapterWeights(WeightsConfig):
+    """The adapter alone, as a PEFT folder, which engines load beside the version that
+    they serve."""
+
+    transport: Literal["adapter"] = "adapter"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class BucketWeights(WeightsConfig):
     """SGLang's own way: buckets, in shared memory or from the trainer's GPU."""
 
@@ -111,6 +121,7 @@ class DeltaWeights(_FileWeights):
 
 
 WeightsConfig.kinds = {
+    "adapter": AdapterWeights,
     "arena": ArenaWeights,
     "bucket": BucketWeights,
     "collective": CollectiveWeights,
@@ -118,7 +129,9 @@ WeightsConfig.kinds = {
     "delta": DeltaWeights,
 }
 FileWeights = DiskWeights | DeltaWeights
-AnyWeights = ArenaWeights | BucketWeights | CollectiveWeights | FileWeights
+AnyWeights = (
+    AdapterWeights | ArenaWeights | BucketWeights | CollectiveWeights | FileWeights
+)
 
 
 def _transport_kind(weights: Any) -> str:
@@ -128,7 +141,8 @@ def _transport_kind(weights: Any) -> str:
 
 
 Weights = Annotated[
-    Annotated[ArenaWeights, Tag("arena")]
+    Annotated[AdapterWeights, Tag("adapter")]
+    | Annotated[ArenaWeights, Tag("arena")]
     | Annotated[BucketWeights, Tag("bucket")]
     | Annotated[CollectiveWeights, Tag("collective")]
     | Annotated[DiskWeights, Tag("disk")]

@@ -14,6 +14,7 @@ from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.run.settings.config import Config, resolve
+from invrl.run.settings.served_adapter import served_adapter
 from invrl.train.adapters.peft_folder import check_start, weights_checksum
 from invrl.train.config import LoraConfig, TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
@@ -183,3 +184,59 @@ def test_an_adapter_needs_gradients_and_states_of_its_factors_alone(
     assert estimate.optimizer == 12 * factors
     assert estimate.weights == whole.largest().weights + 2 * factors
     assert adapted.checkpoint_bytes == 16 * factors
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ((), "weights.transport"),
+        (("--lora.rank", "4", "--weights.inflight", "drain"), "weights.inflight"),
+        (("--lora.rank", "4", "--engine.tp-size", "2"), "engine.tp_size"),
+        (("--lora.rank", "4", "--colocate"), "run.colocate"),
+    ],
+)
+def test_an_adapter_is_not_sent_where_engines_cannot_take_it(
+    flags: tuple[str, ...], field: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_flags("--weights.transport", "adapter", *flags)
+    assert refused.value.field == field
+
+
+def sent(model: Path, **lora: object) -> Config:
+    config = from_flags("--weights.transport", "adapter", "--lora.rank", "4")
+    changed = config.model_dump()
+    changed["model"]["model_path"] = str(model)
+    changed["train"]["lora"] |= lora
+    changed["buffer"]["max_staleness"] = 2
+    return Config.model_validate(changed)
+
+
+def test_engines_have_room_for_two_versions_more_than_the_staleness(
+    model: Path,
+) -> None:
+    adapter = served_adapter(sent(model))
+    assert adapter is not None
+    assert (adapter.rank, adapter.num_versions) == (4, 4)
+    flags = " ".join(adapter.flags(on_cpu=True))
+    assert "--max-loras-per-batch 4" in flags
+    assert "gate_proj k_proj o_proj q_proj up_proj v_proj" in flags
+    assert served_adapter(from_flags("--lora.rank", "4")) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "reason"),
+    [
+        ("llama", {"targets": ["q_proj", "v_proj"]}, "k_proj is not a target"),
+        ("llama", {"targets": ["up_proj"]}, "gate_proj is not a target"),
+        ("qwen3_moe", {}, "adapters of single experts"),
+        ("deepseek_v3", {"experts": "none"}, "SGLang serves no adapter of kv_a_proj"),
+        ("glm4_moe", {"experts": "none"}, "beside experts"),
+    ],
+)
+def test_an_adapter_that_sglang_cannot_serve_is_refused(
+    tmp_path: Path, family: str, lora: dict[str, object], reason: str
+) -> None:
+    model = make_family_model(tmp_path / "model", family)
+    with pytest.raises(ConfigError, match=reason):
+        served_adapter(sent(model, **lora))

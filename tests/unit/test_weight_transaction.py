@@ -177,6 +177,47 @@ async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -
     assert update.lost_engines == {}
 
 
+class Beside(Receiver):
+    """Loads a version beside the one that it serves."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.loaded = ""
+
+    async def load(self, staged: StagedWeights) -> None:
+        await self._phase("load")
+        self.loaded = staged.handle
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        await self._phase("checksums")
+        return {"w": f"bytes-of-{self.loaded}"}
+
+    async def commit(self, version: WeightVersion) -> None:
+        await self._phase("commit")
+        self.weights = self.loaded
+        self.version = version
+
+
+async def test_engines_that_load_beside_what_they_serve_are_not_paused() -> None:
+    engines = [Beside("engine-0"), Beside("engine-1")]
+    updates = transaction(engines)
+    updates.pauses = False
+    update = await updates.run(WeightVersion(1))
+    for engine in engines:
+        assert_serves(engine, 1)
+        assert engine.calls == ["check", "load", "checksums", "commit", "logprobs"]
+    assert update.seconds["paused"] == 0
+    for phase in ("load", "commit"):
+        for engine in engines:
+            engine.calls.clear()
+            engine.fail[phase] = boom
+        with pytest.raises(WeightSyncError, match=f"failed in phase {phase}"):
+            await updates.run(WeightVersion(2))
+        for engine in engines:
+            assert_serves(engine, 1)
+            assert not {"pause", "resume"} & set(engine.calls)
+
+
 def fail_in(
     engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

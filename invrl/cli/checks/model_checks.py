@@ -46,6 +46,7 @@ def check_trainable(config: Config) -> str:
     it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
+    from invrl.run.settings.served_adapter import served_adapter
     from invrl.train.adapters.peft_folder import check_start
 
     shape = read_hf_config(config.model.folder)
@@ -55,6 +56,7 @@ def check_trainable(config: Config) -> str:
     lora = config.train.lora
     if lora is not None:
         check_start(lora, lora.projections(shape))
+        served_adapter(config)
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 

@@ -47,12 +47,18 @@ from invrl.engines.client.reply_check import (
 )
 from invrl.engines.client.routed_experts import ExpertsShape
 from invrl.engines.client.sglang_responses import (
+    decode_checksums,
     decode_drained,
     decode_event,
     decode_load,
     decode_prompt_logprobs,
     decode_weight_version,
     read_events,
+)
+from invrl.engines.inside_sglang.adapter_routes import (
+    ADAPTER_CHECKSUMS_PATH,
+    LOAD_ADAPTER_PATH,
+    SERVE_ADAPTER_PATH,
 )
 from invrl.engines.inside_sglang.canary_priority import canary_rid
 from invrl.engines.inside_sglang.engine_instance import INSTANCE_HEADER
@@ -363,6 +369,36 @@ class SglangClient:
         """Return the engine's name for its weights."""
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return decode_weight_version(answer)
+
+    async def load_adapter(
+        self,
+        version: WeightVersion,
+        folder: str,
+        checksums: Mapping[str, str],
+        *,
+        deadline_s: float,
+    ) -> Mapping[str, str]:
+        """Load a version of the adapter from a PEFT folder, beside the one that is
+        served. Returns the checksums of what the engine then holds of it."""
+        body: dict[str, Json] = {
+            "version": str(version),
+            "folder": folder,
+            "checksums": dict(checksums),
+        }
+        reply = await self._control(LOAD_ADAPTER_PATH, body, deadline_s=deadline_s)
+        return decode_checksums(reply)
+
+    async def serve_adapter(self, version: WeightVersion) -> None:
+        """Give this version of the adapter to the requests that arrive from now on."""
+        await self._control(f"{SERVE_ADAPTER_PATH}?version={version}", {})
+
+    async def adapter_checksums(
+        self, version: str, *, deadline_s: float
+    ) -> Mapping[str, str]:
+        """Return the checksums of what the engine holds of a version of the adapter."""
+        path = f"{ADAPTER_CHECKSUMS_PATH}?version={version}"
+        reply = await self._ask(path, deadline_s=deadline_s, key=self._admin_key)
+        return decode_checksums(reply)
 
     async def loader_reply(self, name: str) -> bytes:
         """Return the reply of the engine's weight loader with this name; each reply is

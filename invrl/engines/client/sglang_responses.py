@@ -68,6 +68,10 @@ class _Version(msgspec.Struct):
     weight_version: str
 
 
+class _Checksums(msgspec.Struct):
+    checksums: dict[str, str]
+
+
 def decode_load(data: bytes) -> EngineLoad:
     loads = _decode(data, _LOADS).loads
     if len(loads) == 1:
@@ -98,6 +102,11 @@ def decode_event(data: bytes) -> GenerateEvent:
 def decode_drained(data: bytes) -> bool:
     """Return whether an engine has drained."""
     return _decode(data, msgspec.json.Decoder(_Drained)).drained
+
+
+def decode_checksums(data: bytes) -> dict[str, str]:
+    """Return the checksums of an adapter's factors, by their names."""
+    return _decode(data, msgspec.json.Decoder(_Checksums)).checksums
 
 
 def decode_weight_version(data: bytes) -> str:

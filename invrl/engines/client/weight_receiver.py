@@ -451,13 +451,3 @@ class BucketReceiver(EngineReceiver):
             # end.
             await self._client.end_weight_update()
             await self._client.begin_weight_update()
-
-
-RECEIVERS: dict[str, type[EngineReceiver]] = {
-    "arena": ArenaReceiver,
-    "bucket": BucketReceiver,
-    "collective": BroadcastReceiver,
-    "delta": DeltaReceiver,
-    "disk": FolderReceiver,
-}
-"""Receivers by transport; the trainer's ends are in `train/trainer/train_rank.py`."""

@@ -46,7 +46,7 @@ def add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def drain_generation(timeout: float) -> dict[str, bool]:
         """Reply when no request runs any more, or after `timeout` seconds."""
-        manager = _tokenizer_manager()
+        manager = tokenizer_manager()
         deadline = time.monotonic() + timeout
         async with manager.is_pause_cond:
             manager.is_pause = True
@@ -60,7 +60,7 @@ def add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def pause_and_flush() -> dict[str, bool]:
         """Retract running requests, which continue after `/continue_generation`."""
-        manager = _tokenizer_manager()
+        manager = tokenizer_manager()
         await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         flushed = await manager.flush_cache()
         if not flushed.success:
@@ -72,7 +72,7 @@ def add_routes() -> None:
     async def name_weights(version: str) -> dict[str, str]:
         """Reply with the name that the engine then has for its weights. Running
         requests continue."""
-        manager = _tokenizer_manager()
+        manager = tokenizer_manager()
         await manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         )
@@ -93,7 +93,7 @@ def add_routes() -> None:
         return Response(body, media_type="application/json")
 
 
-def _tokenizer_manager() -> "TokenizerManager":
+def tokenizer_manager() -> "TokenizerManager":
     """Return the object through which an engine's HTTP process serves, once it
     serves."""
     from sglang.srt.entrypoints import http_server

@@ -4,11 +4,15 @@ SGLang reports the versions only in the event that ends a reply. The events befo
 have one label: the version that the HTTP process held when the event passed. A reply
 that breaks off, and is continued by another engine, would therefore have tokens of
 unknown versions where the weights had changed.
+
+All tokens of a request with an adapter have the adapter's version.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from invrl.engines.inside_sglang.adapter_loads import version_of_adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -25,8 +29,18 @@ def report_versions_in_every_event() -> None:
     accept = _GenerationStreamAccumulator.accept
 
     def accept_with_versions(self: _GenerationStreamAccumulator, *, req: Req) -> None:
+        num_before = len(self.weight_versions)
         accept(self, req=req)
-        if self.weight_versions and self.weight_versions[-1] is None:
+        if len(self.weight_versions) == num_before:
+            return
+        adapter_version = version_of_adapter(req.lora_id)
+        if adapter_version is not None:
+            self.weight_versions[-1] = compute_weight_version_spans(
+                [],
+                current_version=adapter_version,
+                num_output_tokens=self.completion_tokens[-1],
+            )
+        elif self.weight_versions[-1] is None:
             self.weight_versions[-1] = compute_weight_version_spans(
                 req.weight_version_events,
                 current_version=self.current_weight_version or "",

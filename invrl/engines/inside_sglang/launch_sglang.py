@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from invrl.engines.inside_sglang.adapter_loads import reply_with_checksums
+from invrl.engines.inside_sglang.adapter_routes import add_adapter_routes
 from invrl.engines.inside_sglang.atomic_weight_load import (
     leave_unpacked_modules,
     load_in_one_step,
@@ -46,6 +48,8 @@ from invrl.host.output.masked_keys import mask_keys_in_logs
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+_ADAPTERS = "--enable-lora"
+"""SGLang's flag of an engine that serves adapters."""
 _RENDEZVOUS = "invrl-engine"
 
 
@@ -159,6 +163,10 @@ def serve(flags: Sequence[str]) -> None:
         sglang_on_cpu.support_seeds()
     if "--enable-return-routed-experts" in flags:
         sglang_on_cpu.support_routed_experts()
+    if _ADAPTERS in flags:
+        sglang_on_cpu.support_adapters()
+        reply_with_checksums()
+        add_adapter_routes()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import hf_transformers_utils, kill_process_tree
@@ -188,6 +196,8 @@ if __name__ in ("__main__", "__mp_main__"):
 
 if __name__ == "__mp_main__":
     _change_scheduler()
+    if _ADAPTERS in sys.argv:
+        reply_with_checksums()
 
 if __name__ == "__main__":
     import_sglang()

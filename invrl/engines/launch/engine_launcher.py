@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
-from invrl.engines.client.weight_receiver import RECEIVERS, EngineReceiver
+from invrl.engines.client.weight_receiver import EngineReceiver
+from invrl.engines.client.weight_receivers import RECEIVERS
 from invrl.engines.config import EngineConfig
 from invrl.engines.inside_sglang.engine_traces import FLAG
 from invrl.engines.launch.engine_server import (
@@ -17,6 +18,7 @@ from invrl.engines.launch.engine_server import (
     max_total_tokens,
 )
 from invrl.engines.launch.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.engines.launch.sglang_args import flags_of_run
 from invrl.host.output.log_lines import LogSettings
 from invrl.host.processes.fork_parent import ForkParent
@@ -39,6 +41,8 @@ class EngineOptions(TypedDict, total=False):
     sglang: Mapping[str, object]
     """Options that pass through, by upstream's field names."""
     weights: AnyWeights
+    adapter: ServedAdapter | None
+    """The adapter of the transport `adapter`; None for the others."""
     record_experts: bool
     """Keep which experts computed each token."""
     external_key: str
@@ -93,6 +97,9 @@ class EngineLauncher:
             shares_gpu=options.get("shares_gpus", False) and count_gpus() > 0,
             by_priority=options.get("by_priority", False),
         )
+        adapter = options.get("adapter")
+        if adapter is not None:
+            self.sglang_flags += adapter.flags(on_cpu=not count_gpus())
         self._traits = wanted_traits(
             config, model_path, in_place=in_place, record_experts=record_experts
         )

@@ -26,7 +26,12 @@ from invrl.run.settings.config import Config
 from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import read_tokenizer
-from invrl.weights.config import BucketWeights, CollectiveWeights, FileWeights
+from invrl.weights.config import (
+    AdapterWeights,
+    BucketWeights,
+    CollectiveWeights,
+    FileWeights,
+)
 from invrl.weights.transports.broadcast_loads import BroadcastLoads
 from invrl.weights.transports.bucket_loads import BucketLoads
 from invrl.weights.update.canary import CanaryBound
@@ -70,6 +75,7 @@ def create_weight_updater(
         drain_timeout_s=settings.drain_timeout_s if drains else 0.0,
         is_rolling=settings.update == "rolling",
         load=load,
+        pauses=not isinstance(settings, AdapterWeights),
     )
     folder = run_folder
     if isinstance(settings, FileWeights) and settings.folder:

@@ -200,7 +200,7 @@ async def all_started(*starts: Awaitable[None]) -> None:
 
 
 def _weight_folder(config: Config, folder: RunFolder) -> Path:
-    """Return the run's own weight folder, for the transports `disk` and `delta`."""
+    """Return the run's own weight folder, for the transports that write files."""
     weights = config.weights
     if not isinstance(weights, FileWeights) or not weights.folder:
         return folder.weights_path

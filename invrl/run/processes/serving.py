@@ -21,6 +21,7 @@ from invrl.host.processes.guardian import start_guardian
 from invrl.host.processes.interrupts import CleanUp
 from invrl.run.processes.gpu_plan import GpuPlan, plan_engines
 from invrl.run.settings.config import Config
+from invrl.run.settings.served_adapter import served_adapter
 from invrl.store.run_folder import RunFolder
 
 _GATEWAY_START_TIMEOUT_S = 120.0
@@ -89,6 +90,7 @@ async def start_serving(
             sglang=config.sglang,
             router=config.router,
             weights=config.weights,
+            adapter=served_adapter(config),
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
             external_key=engine_key,

@@ -19,7 +19,7 @@ from invrl.run.settings.algorithm_contradictions import (
     Contradictions,
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
-from invrl.run.settings.lora_contradictions import adapter
+from invrl.run.settings.lora_contradictions import adapter, sent_adapter
 from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.types.section import Section
@@ -443,6 +443,7 @@ _WITH_ROLLOUTS = (
     _staleness,
     *WITH_ROLLOUTS,
     adapter,
+    sent_adapter,
     _difficulty,
     *TRAINER,
     _evaluation,

@@ -5,9 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from invrl.run.settings.algorithm_contradictions import Contradictions
+from invrl.weights.config import AdapterWeights
 
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config
+
+
+def sent_adapter(config: Config) -> Contradictions:
+    """The transport `adapter`, and what it cannot be combined with yet."""
+    weights = config.weights
+    if not isinstance(weights, AdapterWeights):
+        return
+    field = "weights.transport"
+    if config.train.lora is None:
+        reason = "it sends the adapter of [lora], and the run trains the whole model"
+        yield field, reason, "add --lora.rank, or leave --weights.transport out"
+    if weights.inflight != "retract":
+        reason = "requests end with the version that they began with"
+        yield "weights.inflight", reason, "leave it out"
+    fix = "leave one of the two out"
+    if config.engine.external_engines:
+        reason = "engines that the run does not start do not serve its adapter"
+        yield "engine.external_engines", reason, fix
+    if config.engine.tp_size > 1:
+        yield "engine.tp_size", "only engines of one process serve an adapter", fix
+    if config.run.colocate:
+        reason = "engines that give memory back do not serve an adapter"
+        yield "run.colocate", reason, fix
 
 
 def adapter(config: Config) -> Contradictions:

@@ -9,7 +9,7 @@ touched.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from invrl.errors import ConfigError, TrainError
 from invrl.families.parameter import Parameter
 from invrl.families.projections import Projection
+from invrl.interfaces import WeightLayout
 from invrl.train.config import LoraConfig
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
@@ -135,14 +136,24 @@ def write_factors(
     name."""
     from invrl.train.weights.safetensors_file import write_safetensors
 
-    named = [
+    path = folder / WEIGHTS_NAME
+    tensors = with_peft_names(factors)
+    return {WEIGHTS_NAME: write_safetensors(path, peft_layout(layout), tensors)}
+
+
+def peft_layout(layout: Sequence[TensorSpec]) -> WeightLayout:
+    """Return the layout under the names that PEFT's files have."""
+    return tuple(
         TensorSpec(name=_PREFIX + spec.name, shape=spec.shape, dtype=spec.dtype)
         for spec in layout
-    ]
-    tensors = ((_PREFIX + name, tensor) for name, tensor in factors)
-    return {
-        WEIGHTS_NAME: write_safetensors(folder / WEIGHTS_NAME, tuple(named), tensors)
-    }
+    )
+
+
+def with_peft_names(
+    factors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in factors:
+        yield _PREFIX + name, tensor
 
 
 def write_description(

@@ -2,7 +2,8 @@
 base. Imported after `device.prepare()`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.interfaces import WeightLayout
 from invrl.train.adapters.adapter import factor_table, own_factors
 from invrl.train.adapters.peft_folder import (
+    WEIGHTS_NAME,
     check_base,
+    peft_layout,
     read_factors,
     weights_checksum,
+    with_peft_names,
     write_description,
     write_factors,
 )
 from invrl.train.config import LoraConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.weights.conversion import ReplicaWeights, own_part
+from invrl.train.weights.disk_staging import WeightFolders
 from invrl.train.weights.hf_export import writing_folder
 from invrl.types.file_entry import FileEntries
 from invrl.types.weights import TensorSpec
@@ -89,14 +94,34 @@ class TrainedAdapter:
     ) -> FileEntries:
         """Write a PEFT folder, as `export_hugging_face` writes a model's."""
         with writing_folder(self._base_path, path, chat_template) as folder:
-            write_description(
-                folder,
-                self._lora,
-                self._kinds,
-                base_path=self._base_path,
-                base_checksum=self._base_checksum,
-            )
+            self.describe(folder)
             return write_factors(folder, self._specs, factors)
+
+    def describe(self, folder: Path) -> None:
+        """Write the files of a PEFT folder that say what the adapter is."""
+        write_description(
+            folder,
+            self._lora,
+            self._kinds,
+            base_path=self._base_path,
+            base_checksum=self._base_checksum,
+        )
+
+    def folders(self, layout: WeightLayout, parent: Path) -> WeightFolders:
+        """Return the sender of the transport `adapter`: a PEFT folder per version."""
+        return WeightFolders(
+            layout, parent, file_name=WEIGHTS_NAME, describe=self.describe
+        )
+
+    def served_layout(self, dtype: torch.dtype) -> WeightLayout:
+        """Return the factors as engines get them."""
+        name = str(dtype).removeprefix("torch.")
+        return tuple(replace(spec, dtype=name) for spec in peft_layout(self._specs))
+
+    def served(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the factors of `served_layout` on the rank that collects them. On the
+        others it yields nothing but must still be exhausted, because they send."""
+        return with_peft_names(self.weights.export(dtype))
 
 
 def check_record(

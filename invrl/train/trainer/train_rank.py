@@ -45,6 +45,7 @@ from invrl.types.metrics import Max, Metric
 from invrl.types.weights import WeightVersion
 from invrl.weights.checksums.checksums import HashTensors, whole_hash
 from invrl.weights.config import (
+    AdapterWeights,
     ArenaWeights,
     BucketWeights,
     FileWeights,
@@ -59,6 +60,7 @@ from invrl.weights.transports.buckets import (
 from invrl.weights.transports.file_server import WeightFileServer
 
 if TYPE_CHECKING:
+    from invrl.train.adapters.trained_adapter import TrainedAdapter
     from invrl.train.critic.critic import Critic
     from invrl.train.model.policy_model import PolicyModel
     from invrl.train.step.prepared_batch import BatchWithAdvantages, Prepared
@@ -373,7 +375,18 @@ class TrainRank(SavingRank):
         return self._step.logprob_passes.logprobs(self._masks.sequences(samples))
 
     def layout(self) -> WeightLayout:
+        adapter = self._sent_adapter
+        if adapter is not None:
+            return adapter.served_layout(self._served_dtype)
         return self._served_specs
+
+    @property
+    def _sent_adapter(self) -> "TrainedAdapter | None":
+        """The adapter if engines get it, instead of merged weights."""
+        if isinstance(self._settings.weights, AdapterWeights):
+            assert self._adapter is not None, "[lora] is set: contradictions.py"
+            return self._adapter
+        return None
 
     def stage(self, version: WeightVersion) -> StagedWeights | None:
         """Write the current weights, under Hugging Face names, where the engines can
@@ -389,8 +402,10 @@ class TrainRank(SavingRank):
                 "the transport is the arena"
             )
             return stage_first(self._transport, version, self.layout(), parts, others)
+        adapter = self._sent_adapter
+        sent = adapter.served if adapter is not None else self._weights.export
         staged = self._collect(
-            self._weights.export(self._served_dtype),
+            sent(self._served_dtype),
             lambda weights: self._transport.stage(version, weights),
         )
         if staged is None:
@@ -438,6 +453,9 @@ class TrainRank(SavingRank):
     def _transport(self) -> Sender:
         """Created at the first use, so that only the rank that sends allocates its
         memory."""
+        adapter = self._sent_adapter
+        if adapter is not None:
+            return adapter.folders(self.layout(), Path(self._settings.weight_folder))
         return make_sender(self._settings, self.layout())
 
     def copy_model(self, path: str) -> None:

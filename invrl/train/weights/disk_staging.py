@@ -1,12 +1,12 @@
-"""The trainer's end of the weight transport `disk`: a folder per version, on a disk
-that engines share.
+"""The trainer's end of the weight transports `disk` and `adapter`: a folder per
+version, on a disk that engines share.
 
 Invariant: the version staged last stays while the next one is written, so that engines
 can return to it and joining engines can load it. Remains of a killed writer are removed
 at the start.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,9 +26,20 @@ from invrl.weights.transports.weight_folder import WEIGHTS_NAME
 class WeightFolders:
     """Versions of the weights below `parent`, which holds nothing else."""
 
-    def __init__(self, layout: WeightLayout, parent: Path) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        parent: Path,
+        *,
+        file_name: str = WEIGHTS_NAME,
+        describe: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        """`file_name`: the name of the file with the tensors. `describe` writes the
+        other files of a folder."""
         self._layout = layout
         self._parent = parent
+        self._file_name = file_name
+        self._describe = describe
         self._staged: list[WeightVersion] = []
         """Versions whose folders exist, in the order of staging."""
         remove_versions(parent)
@@ -49,8 +60,9 @@ class WeightFolders:
         self._staged = kept
         checksums: dict[str, str] = {}
         with writing_version(self._parent, version) as folder:
+            self._describe(folder)
             write_safetensors(
-                folder / WEIGHTS_NAME, self._layout, _hashed(tensors, checksums)
+                folder / self._file_name, self._layout, _hashed(tensors, checksums)
             )
         self._staged.append(version)
         return StagedWeights(

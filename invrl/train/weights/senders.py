@@ -9,6 +9,7 @@ from invrl.train.runtime import device
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
 from invrl.weights.config import (
+    AdapterWeights,
     ArenaWeights,
     BucketWeights,
     CollectiveWeights,
@@ -23,9 +24,12 @@ Sender = ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster
 
 
 def make_sender(settings: RankSettings, layout: WeightLayout) -> Sender:
-    """Allocate the memory that the rank needs which sends."""
+    """Allocate the memory that the rank needs which sends. An adapter is sent
+    by `TrainedAdapter.folders`."""
     folder = Path(settings.weight_folder)
     match settings.weights:
+        case AdapterWeights():
+            raise AssertionError("an adapter is sent by TrainedAdapter.folders")
         case BucketWeights() if device.on_cuda():
             return BucketSender(
                 layout, bucket_bytes=GPU_BUCKET_BYTES, device=device.device()

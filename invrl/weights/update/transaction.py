@@ -95,6 +95,9 @@ class WeightTransaction:
     is_rolling: bool = False
     """Engines are updated one after the other while the others generate, instead of all
     together."""
+    pauses: bool = True
+    """Engines pause while they load. They do not where a version is loaded beside the
+    one that they serve."""
     load: Load = load_alone
     """Loads into one engine. Concurrent loads may share work (`broadcast_loads.py`)."""
     committed: Committed | None = field(default=None, init=False)
@@ -231,7 +234,7 @@ class WeightTransaction:
         as `run` does."""
         staged = new.staged
         try:
-            if not update.paused:
+            if self.pauses and not update.paused:
                 await self._pause(update)
             update.touched = True
             await update.call_each(
@@ -459,8 +462,10 @@ class WeightTransaction:
     async def _resume_committed(self, update: FleetUpdate) -> None:
         """Resume the engines, which all hold the new version. An engine that does not
         resume is lost; nothing is rolled back."""
-        await self._wake(update)
-        await update.try_each("resume", lambda engine: engine.resume())
-        paused_s = time.monotonic() - update.paused_at
+        paused_s = 0.0
+        if update.paused:
+            await self._wake(update)
+            await update.try_each("resume", lambda engine: engine.resume())
+            paused_s = time.monotonic() - update.paused_at
         update.seconds["paused"] = max(paused_s, update.seconds.get("paused", 0.0))
         update.raise_if_all_lost()
