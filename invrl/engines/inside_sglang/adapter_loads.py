@@ -79,7 +79,8 @@ def reply_with_checksums() -> None:
         if result.success:
             name = lora_ref.lora_name or ""
             _versions[lora_ref.lora_id] = name.removeprefix(NAME_PREFIX)
-            result.loaded_adapters = _checksums(self.loras[lora_ref.lora_id])
+            reply: Any = result  # the one field that can hold checksums
+            reply.loaded_adapters = _checksums(self.loras[lora_ref.lora_id])
         return result
 
     def unload_and_forget(self: LoRAManager, lora_ref: LoRARef) -> LoRAUpdateOutput:

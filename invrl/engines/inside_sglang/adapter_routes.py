@@ -77,7 +77,8 @@ class _SglangAdapters:
             lora_id=reference.lora_id,
         )
         async with self._manager.lora_update_lock:
-            results = await self._manager.update_lora_adapter_communicator(question)
+            manager: Any = self._manager
+            results = await manager.update_lora_adapter_communicator(question)
         return _checksums(results[0])
 
     async def unload(self, version: str) -> None:
@@ -166,4 +167,5 @@ def _give_newest(versions: ServedVersions) -> None:
                 async for reply in replies:
                     yield reply
 
-    TokenizerManager.generate_request = generate_with_newest
+    manager: Any = TokenizerManager
+    manager.generate_request = generate_with_newest

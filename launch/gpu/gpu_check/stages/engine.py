@@ -28,7 +28,7 @@ from gpu_check.random_model import random_model
 from gpu_check.rank_sender import RankSender
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.engines.client.weight_receiver import RECEIVERS
+from invrl.engines.client.weight_receivers import RECEIVERS
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_launcher import Engine
