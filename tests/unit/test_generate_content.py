@@ -229,6 +229,36 @@ async def test_streamed_answer_equals_the_whole_answer(
             assert shows == ("<think>" in reply and bool(config)), (reply, config)
 
 
+async def test_retried_stream_has_the_text_beside_hidden_thoughts(
+    gateway: Running, renderer: Renderer
+):
+    """A reply that is there already is one piece, with thoughts and text."""
+    [session] = await gateway.open()
+    say(gateway, renderer, "<think>hm</think>So.")
+    whole = await ask(gateway, session, [ASK])
+    url = f"{gateway.url}/v1beta/models/m:streamGenerateContent?alt=sse"
+    headers = {"x-goog-api-key": session.key, "x-stainless-retry-count": "1"}
+    retried = await gateway.http.post(url, json={"contents": [ASK]}, headers=headers)
+    assert len(gateway.engine.requests) == 1
+    assert content(assembled(retried.text))["parts"] == content(whole)["parts"]
+    assert "So." in content(whole)["parts"][0]["text"]
+
+
+async def test_tokens_are_counted_of_a_conversation_that_ends_with_a_reply(
+    gateway: Running,
+):
+    [session] = await gateway.open()
+    reply = {"role": "model", "parts": [{"text": "Yes."}]}
+    counted = await post(gateway, session, "countTokens", contents=[ASK, reply])
+    assert counted.json()["totalTokens"] > 0
+
+
+async def test_model_with_a_colon_in_its_name_is_no_model_of_googles(gateway: Running):
+    [session] = await gateway.open()
+    shown = await gateway.http.get(f"{session.base_url}/models/llama3:8b")
+    assert shown.json()["id"] == "llama3:8b"
+
+
 def without_ids_and_counts(answer: dict[str, Any]) -> tuple[list[Any], str]:
     for part in content(answer)["parts"]:
         if "functionCall" in part:
@@ -399,6 +429,43 @@ def test_schemas_of_google_become_json_schemas():
 
 
 @pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (
+            {"anyOf": [{"type": "STRING"}], "nullable": True},
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        ),
+        (
+            {"type": "STRING", "enum": ["a"], "nullable": True},
+            {"type": ["string", "null"], "enum": ["a", None]},
+        ),
+        (
+            {"type": "OBJECT", "additionalProperties": {"type": "STRING"}},
+            {"type": "object", "additionalProperties": {"type": "string"}},
+        ),
+        (
+            {"ref": "#/$defs/a", "defs": {"a": {"type": "NUMBER"}}},
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "number"}}},
+        ),
+    ],
+)
+def test_nested_and_nullable_schemas_are_json_schemas(
+    schema: dict[str, Any], expected: dict[str, Any]
+):
+    tool = {"functionDeclarations": [{"name": "f", "parameters": schema}]}
+    assert json.loads(parsed(tools=[tool]).tools[0].parameters) == expected
+
+
+def test_schema_that_is_nested_too_deeply_is_refused():
+    schema: dict[str, Any] = {"type": "STRING"}
+    for _ in range(700):
+        schema = {"type": "ARRAY", "items": schema}
+    tool = {"functionDeclarations": [{"name": "f", "parameters": schema}]}
+    with pytest.raises(SessionError, match="too deeply"):
+        parsed(tools=[tool])
+
+
+@pytest.mark.parametrize(
     ("config", "thinking"),
     [
         ({}, None),
@@ -407,6 +474,7 @@ def test_schemas_of_google_become_json_schemas():
         ({"thinkingBudget": -1}, True),
         ({"thinkingLevel": "HIGH"}, True),
         ({"thinkingLevel": "MINIMAL"}, False),
+        ({"thinkingLevel": "THINKING_LEVEL_UNSPECIFIED"}, None),
     ],
 )
 def test_thinking_is_requested_by_budget_level_or_wish_to_see_it(
@@ -430,6 +498,7 @@ def test_thinking_is_requested_by_budget_level_or_wish_to_see_it(
             {"contents": [{"parts": [{"functionCall": {"name": "f"}}]}]},
             "contents[0].parts[0].functionCall",
         ),
+        ({"contents": [{"parts": [{"txt": "hi"}]}]}, "contents[0].parts[0]"),
         ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
         ({"generationConfig": {"responseLogprobs": True}}, "responseLogprobs"),
         ({"generationConfig": {"responseModalities": ["IMAGE"]}}, "responseModalities"),
@@ -458,7 +527,7 @@ def test_results_without_ids_answer_the_first_open_call_of_their_name():
         contents=[
             ASK,
             {"role": "model", "parts": calls},
-            {"role": "user", "parts": results},
+            {"role": "tool", "parts": results},
         ]
     )
     called = [call.id for call in turn.messages[1].tool_calls]

@@ -37,6 +37,7 @@ class Part(msgspec.Struct, rename="camel"):
     inline_data: msgspec.Raw = wire.NO_JSON
     file_data: msgspec.Raw = wire.NO_JSON
     executable_code: msgspec.Raw = wire.NO_JSON
+    thought_signature: str | None = None
     code_execution_result: msgspec.Raw = wire.NO_JSON
     tool_call: msgspec.Raw = wire.NO_JSON
     tool_response: msgspec.Raw = wire.NO_JSON
@@ -44,9 +45,11 @@ class Part(msgspec.Struct, rename="camel"):
 
 class Content(msgspec.Struct):
     parts: list[Part] | None = None
-    role: Literal["user", "model", "function", "system"] | None = None
+    role: Literal["user", "model", "function", "tool"] | None = None
 
 
+_NOTHING = Part()
+"""What is read of a part of an unknown kind."""
 _REFUSED_PARTS = {
     "inline_data": "inlineData",
     "file_data": "fileData",
@@ -57,6 +60,14 @@ _REFUSED_PARTS = {
 }
 
 
+def check_last(contents: Sequence[Content]) -> None:
+    """Raise SessionError 400 if the conversation, which a reply shall follow, ends with
+    one."""
+    if contents and contents[-1].role == "model":
+        reason = "the conversation must end with the user's content: a reply begun by the client is not supported"
+        raise wire.bad_request(reason, param="contents")
+
+
 def conversation(
     system: Content | None, contents: Sequence[Content]
 ) -> tuple[Message, ...]:
@@ -64,9 +75,6 @@ def conversation(
     them."""
     if not contents:
         raise wire.bad_request("contents: at least one is required", param="contents")
-    if contents[-1].role == "model":
-        reason = "the conversation must end with the user's content: a reply begun by the client is not supported"
-        raise wire.bad_request(reason, param="contents")
     joined = JoinedMessages()
     if system is not None:
         texts = _texts(system.parts or (), "systemInstruction.parts")
@@ -153,6 +161,11 @@ def _texts(parts: Sequence[Part], param: str) -> list[str]:
     not text, a call or a result."""
     texts = []
     for index, part in enumerate(parts):
+        if part == _NOTHING:
+            reason = (
+                f"{param}[{index}] has none of text, functionCall and functionResponse"
+            )
+            raise wire.bad_request(reason, param=f"{param}[{index}]")
         for field, name in _REFUSED_PARTS.items():
             if bytes(getattr(part, field)) not in (b"", b"null"):
                 reason = f"{param}[{index}].{name} is refused: this model takes text, functionCall and functionResponse"

@@ -32,7 +32,12 @@ from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.dialect import FindTurn, ParsedRequest, no_turn
-from invrl.gateway.dialects.google.contents import Content, Part, conversation
+from invrl.gateway.dialects.google.contents import (
+    Content,
+    Part,
+    check_last,
+    conversation,
+)
 from invrl.gateway.dialects.google.field_names import with_camel_case
 from invrl.gateway.dialects.google.schemas import as_json_schema
 from invrl.gateway.dialects.wire import Fields
@@ -191,6 +196,7 @@ class GenerateContentDialect:
         body, ignored = wire.decode(
             _DECODER, with_camel_case(raw, _KNOWN_NAMES), _TABLE
         )
+        check_last(body.contents)
         config, ignored_in_config = _config(body)
         thinking = config.thinking_config
         turn = _turn_request(
@@ -289,15 +295,14 @@ class _GenerateContentStream:
         return b""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        delta = piece.delta
         parts: list[Fields] = []
-        if piece.delta.reasoning:
-            if not self._request.shows_thoughts:
-                return self.keep_alive
-            parts.append({"text": piece.delta.reasoning, "thought": True})
-        if piece.delta.content:
-            parts.append({"text": piece.delta.content})
+        if delta.reasoning and self._request.shows_thoughts:
+            parts.append({"text": delta.reasoning, "thought": True})
+        if delta.content:
+            parts.append({"text": delta.content})
         if not parts:
-            return b""
+            return self.keep_alive if delta.reasoning else b""
         event = {
             "candidates": [_content_fields(choice, parts)],
             "modelVersion": self._dialect.model,
@@ -390,7 +395,6 @@ def _turn_request(
     ignored: tuple[str, ...],
     retry: bool,
 ) -> TurnRequest:
-    messages = conversation(body.system_instruction, body.contents)
     sampling = ClientSampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -402,7 +406,7 @@ def _turn_request(
     )
     param = "generationConfig.stopSequences"
     return TurnRequest(
-        messages=messages,
+        messages=conversation(body.system_instruction, body.contents),
         tools=_tools(body.tools or ()),
         tool_choice=_tool_choice(body.tool_config),
         schema=_schema(config),
@@ -432,8 +436,9 @@ def _wants_thinking(thinking: _Thinking | None) -> bool | None:
         return None
     if thinking.thinking_budget is not None:
         return thinking.thinking_budget != 0
-    if thinking.thinking_level is not None:
-        return wire.wants_thinking(thinking.thinking_level.lower())
+    level = thinking.thinking_level
+    if level is not None and level != "THINKING_LEVEL_UNSPECIFIED":
+        return wire.wants_thinking(level.lower())
     return True if thinking.include_thoughts else None
 
 

@@ -33,7 +33,9 @@ from invrl.gateway.turns.turns import Turns
 from invrl.host.output.traces import Traces
 
 _PREFIXES = ("/v1", "/s/{key}/v1")
-_GOOGLE_PATH = re.compile(r"/v1(alpha|beta)/|/models/.+:\w+$")
+_GOOGLE_PATH = re.compile(
+    r"/v1(alpha|beta)/|:(generateContent|streamGenerateContent|countTokens)$"
+)
 _GOOGLE_PREFIXES = ("/v1beta", "/s/{key}/v1beta", "/v1alpha", "/s/{key}/v1alpha")
 
 
