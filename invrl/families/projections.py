@@ -75,8 +75,9 @@ def projections(table: Sequence[Parameter]) -> list[Projection]:
 def targeted(
     table: Sequence[Parameter], targets: Collection[str], *, with_experts: bool
 ) -> list[Projection]:
-    """Return the projections that the targets name: the end of a module's path, or
-    `all-linear`. Raises ConfigError for a target that names none of the model's."""
+    """Return the projections of the kinds that the targets name, in every layer, or all
+    of them for `all-linear`. Raises ConfigError for a target that names none of the
+    model's."""
     candidates = [
         projection
         for projection in projections(table)
@@ -99,7 +100,6 @@ def targeted(
 
 
 def _names(target: str, projection: Projection) -> bool:
-    """Whether a target names the projection, by PEFT's rule."""
-    if target == ALL_LINEAR:
-        return True
-    return projection.name == target or projection.name.endswith(f".{target}")
+    """Whether a target names the projection. Paths of single modules, which PEFT takes
+    too, are no targets: SGLang adapts a kind in every layer."""
+    return target in (ALL_LINEAR, projection.kind)

@@ -53,7 +53,7 @@ class LoraConfig(Section):
     targets: Annotated[tuple[Text, ...], COMMA_SEPARATED] = Field(
         (ALL_LINEAR,),
         min_length=1,
-        description="projections that have adapters: ends of module names, as q_proj,v_proj, or all-linear",
+        description="projections that have adapters, by their names, as q_proj,v_proj, or all-linear",
     )
     experts: Literal["each", "none"] = Field(
         "each",

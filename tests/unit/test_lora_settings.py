@@ -50,20 +50,22 @@ def test_all_linear_names_every_projection_of_a_family(
     assert not any(".experts." in projection.name for projection in without_experts)
 
 
-def test_targets_are_ends_of_module_names(model: Path) -> None:
+def test_targets_are_names_of_projections_in_every_layer(model: Path) -> None:
     config = read_hf_config(model)
-    targets = ("self_attn.q_proj", "down_proj", "model.layers.1.self_attn.k_proj")
+    targets = ("q_proj", "down_proj")
     chosen = LoraConfig(targets=targets).projections(config)
     assert [projection.name.removeprefix("model.layers.") for projection in chosen] == [
         "0.self_attn.q_proj",
         "0.mlp.down_proj",
         "1.self_attn.q_proj",
-        "1.self_attn.k_proj",
         "1.mlp.down_proj",
     ]
 
 
-@pytest.mark.parametrize("target", ["qkv_proj", "proj", "embed_tokens", "lm_head"])
+@pytest.mark.parametrize(
+    "target",
+    ["qkv_proj", "proj", "embed_tokens", "lm_head", "layers.0.self_attn.q_proj"],
+)
 def test_an_unknown_target_is_refused_with_the_known_ones(
     model: Path, target: str
 ) -> None:
@@ -128,6 +130,10 @@ def test_an_adapter_to_begin_with_must_be_that_of_the_settings(
     [
         {"use_dora": True},
         {"use_rslora": True},
+        {"init_lora_weights": "pissa"},
+        {"lora_bias": True},
+        {"alora_invocation_tokens": [1]},
+        {"trainable_token_indices": [1]},
         {"bias": "all"},
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 2}},

@@ -309,9 +309,9 @@ def _needed_memory(config: Config, machine: Machine) -> float:
         of_each = estimate.total - estimate.staging - estimate.copy
         needed += ranks_of_stage * of_each + estimate.staging
     if config.critic_layout is not None:
-        # At most what the policy's ranks need that have no frozen model; the projection
-        # is counted too.
-        of_critic = replace(budget, frozen_models=0).largest()
+        # At most what the ranks of a policy need that is trained whole and has no frozen
+        # model; the projection is counted too.
+        of_critic = replace(budget, adapter=None, frozen_models=0).largest()
         needed += config.critic_layout.world_size * (
             of_critic.total - of_critic.staging
         )

@@ -4,6 +4,8 @@ engines and trainer use them by turns, and the tokens of a micro-batch.
 Imports no torch.
 """
 
+from dataclasses import replace
+
 from invrl.errors import ConfigError
 from invrl.run.processes.gpu_plan import GpuPlan, plan_run
 from invrl.run.processes.trainer_memory import (
@@ -77,10 +79,14 @@ def _with_large_micro_batches(
         parts = DividedGpu.of(config, gpus=gpus, gpu_bytes=gpu_bytes)
         assert parts is not None, "its model was read"
         available -= parts.engine_by_turns
+    budgets = [budget]
+    if config.critic_layout is not None:  # it is trained whole, with the same rows
+        budgets.append(replace(budget, adapter=None, frozen_models=0))
     chosen = MICRO_BATCH_TOKENS
     for tokens in _LARGER_MICRO_BATCHES:
         of_all_ranks = tokens * config.train.context_parallel_size
-        if budget.largest(of_all_ranks).total <= available:
+        needed = max(part.largest(of_all_ranks).total for part in budgets)
+        if needed <= available:
             chosen = tokens
     train = config.train.model_copy(update={"max_tokens_per_micro_batch": chosen})
     return config.model_copy(update={"train": train})

@@ -50,9 +50,17 @@ class PeftConfig(BaseModel):
     fan_in_fan_out: Literal[False] = False
     use_rslora: Literal[False] = False
     use_dora: Literal[False] = False
+    use_qalora: Literal[False] = False
+    lora_bias: Literal[False] = False
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
+    """The other initialisations change the base, too."""
     rank_pattern: dict[str, object] = Field(default_factory=dict, max_length=0)
     alpha_pattern: dict[str, object] = Field(default_factory=dict, max_length=0)
     modules_to_save: None = None
+    trainable_token_indices: None = None
+    alora_invocation_tokens: None = None
+    arrow_config: None = None
+    use_bdlora: None = None
     target_parameters: None = None
     layers_to_transform: None = None
     layer_replication: None = None

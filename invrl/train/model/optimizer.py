@@ -108,8 +108,11 @@ def _make_optimizer(
     if offloads:
         gradients.offload()
     optimizer = get_megatron_optimizer(config, cast(list[MegatronModule], chunks))
-    if not isinstance(optimizer, ChainedOptimizer):
-        optimizer = ChainedOptimizer([optimizer])
+    parts = [optimizer]
+    if isinstance(optimizer, ChainedOptimizer):
+        parts = optimizer.chained_optimizers
+    # Megatron adds one without parameters where all ranks train experts only.
+    optimizer = ChainedOptimizer([part for part in parts if part.optimizer is not None])
     device.fuse_adam(optimizer)
     if offloads:
         offload(optimizer)
