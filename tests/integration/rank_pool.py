@@ -612,6 +612,9 @@ class RankProcess:
     def has_imported(self, module: str) -> bool:
         return module in sys.modules
 
+    def pid(self, _: None) -> int:
+        return os.getpid()
+
     def sleep(self, _: None) -> int:
         return self._rank.sleep()
 

@@ -44,7 +44,7 @@ def test_trainer_ranks_listen_on_loopback_alone(pool: RankPool, tmp_path: Path) 
     trainer = pool.build(model, ranks=2, train=TrainConfig(train_dtype="float32"))
     batch = random_batch(0)
     assert resolve(trainer.train(batch))["tokens"] == batch.trained.tokens
-    sockets = [listening(pid) for pid in pool.pids(2)]
+    sockets = [listening(pid) for pid in trainer.each("pid")]
     assert sockets[0], "rank 0 serves the store"
     for address, port in set.union(*sockets):
         assert ipaddress.ip_address(address).is_loopback, (address, port)

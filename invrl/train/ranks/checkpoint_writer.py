@@ -116,9 +116,16 @@ def _sharded_states(
                 }
                 if not isinstance(model_tensor, ShardedTensorFactory):
                     changes["dtype"] = torch.float32
+                elif is_loading:
+                    changes["merge_fn"] = _leave_apart
                 parameter_states[state] = replace(model_tensor, **changes)
             states[len(states)] = parameter_states
     return states
+
+
+def _leave_apart(_parts: Any) -> None:
+    """Join nothing: what Megatron would join are placeholders. Their parts have been
+    read to where they live."""
 
 
 def _group(optimizer: Any) -> torch.distributed.ProcessGroup:
