@@ -130,6 +130,19 @@ def test_a_version_stays_while_sglang_runs_a_request_whose_client_has_left(
     assert engine.adapters.loaded() == ["2", "3", "4"]
 
 
+def test_going_back_ends_the_requests_of_the_version_that_is_left(
+    engine: Engine,
+) -> None:
+    engine.update("9")
+    engine.begin_request()
+    engine.update("10")
+    engine.begin_request()
+    assert engine.adapters.aborted == []
+    engine.versions.serve(engine.adapters, "9")
+    assert engine.adapters.aborted == ["10"]
+    assert engine.begin_request() == "9"
+
+
 def test_a_second_load_of_the_same_tensors_changes_nothing(engine: Engine) -> None:
     engine.update("1")
     engine.begin_request()

@@ -96,11 +96,15 @@ class ServedVersions:
             return await adapters.load(version, folder)
 
     def serve(self, adapters: Adapters, version: str) -> None:
-        """Give this version to the requests that arrive from now on. Raises
+        """Give this version to the requests that arrive from now on. If that goes back
+        to an older version, abort the requests of the version that is left. Raises
         AdapterError."""
         if version not in adapters.loaded():
             raise AdapterError(f"version {version} is not loaded")
+        left = self.newest
         self.newest = version
+        if left is not None and int(version) < int(left):
+            adapters.abort(left)
 
     async def _make_room(self, adapters: Adapters) -> None:
         """Unload the versions that no request uses, except the newest, and others until
