@@ -67,7 +67,7 @@ class FakeClient:
     ) -> list[NDArray[np.float32]]:
         self._called(f"canary {deadline_s:g} s")
         if self.is_full:
-            raise DeadlineError("no room")
+            raise DeadlineError("room", deadline_s)
         return [np.zeros(1, np.float32)]
 
 
