@@ -37,6 +37,7 @@ from invrl.weights.update.transaction import WeightTransaction
 KINDS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 SERVED = ServedAdapter(rank=4, targets=KINDS, num_versions=3)
 LORA = {"rank": 4, "alpha": 8.0}
+MOST_RUNNING = 5
 LONG = 16_000
 """Tokens of a request that outlasts the test."""
 
@@ -71,7 +72,7 @@ async def fleet(
     config = EngineConfig(
         dtype="float32",
         start_timeout_s=500.0,
-        health_interval_s=86_400.0,
+        health_interval_s=0.5,
         max_total_tokens=5 * LONG,
     )
     started = Fleet(
@@ -80,6 +81,8 @@ async def fleet(
         tmp_path / "fleet",
         weights=AdapterWeights(),
         adapter=SERVED,
+        sglang={"max-running-requests": str(MOST_RUNNING)},
+        heartbeat_timeout_s=300.0,
         parent=engine_parent,
     )
     await started.start()
@@ -117,6 +120,22 @@ class Generation:
             self.begun.set()
 
 
+async def abort_in_the_queue(fleet: Fleet, *, num_running: int) -> None:
+    """Fill the engine, and abort a request that waits, then those that fill it."""
+    fillers = [
+        Generation(fleet, f"filler-{index}", LONG)
+        for index in range(MOST_RUNNING - num_running)
+    ]
+    for filler in fillers:
+        await asyncio.wait_for(filler.begun.wait(), 60)
+    waiting = Generation(fleet, "waiting", LONG)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting.begun.wait(), 3)
+    for generation in (waiting, *fillers):
+        generation.task.cancel()
+    await asyncio.wait({generation.task for generation in (waiting, *fillers)})
+
+
 def factor_checksums(folder: Path) -> dict[str, str]:
     return {
         name: checksum(tensor)
@@ -140,6 +159,7 @@ async def test_an_engine_serves_new_versions_while_requests_end_on_theirs(
     long = [Generation(fleet, f"long-{index}", LONG) for index in range(3)]
     for generation in long:
         await asyncio.wait_for(generation.begun.wait(), 60)
+    await abort_in_the_queue(fleet, num_running=len(long))
     trainer.train(random_batch(1))
     second = await transaction.run(WeightVersion(1))
     assert second.seconds["paused"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -18,7 +19,8 @@ class FakeAdapters:
         self.max_versions = max_versions
         self.folders: dict[str, str] = {}
         self.aborted: list[str] = []
-        self.running: dict[str, ExitStack] = {}
+        self.requests: dict[str, ExitStack] = {}
+        self.unended: Counter[str] = Counter()
 
     def loaded(self) -> list[str]:
         return list(self.folders)
@@ -36,7 +38,11 @@ class FakeAdapters:
 
     def abort(self, version: str) -> None:
         self.aborted.append(version)
-        self.running[version].close()
+        self.requests[version].close()
+        self.unended[version] = max(0, self.unended[version] - 1)
+
+    def running(self, version: str) -> int:
+        return self.unended[version]
 
 
 class Engine:
@@ -58,7 +64,7 @@ class Engine:
         running = ExitStack()
         version = running.enter_context(self.versions.request())
         if version is not None:
-            self.adapters.running[version] = running
+            self.adapters.requests[version] = running
         return version
 
 
@@ -91,7 +97,7 @@ def test_a_version_stays_until_its_last_request_has_ended(engine: Engine) -> Non
     engine.update("2")
     engine.load("3")
     assert engine.adapters.loaded() == ["1", "2", "3"]
-    engine.adapters.running["1"].close()
+    engine.adapters.requests["1"].close()
     engine.update("3")
     engine.load("4")
     assert engine.adapters.loaded() == ["3", "4"]
@@ -105,6 +111,36 @@ def test_a_full_engine_ends_the_requests_of_its_oldest_version(engine: Engine) -
     assert engine.load("12") == {"A": "12"}
     assert engine.adapters.aborted == ["9"]
     assert engine.adapters.loaded() == ["10", "11", "12"]
+
+
+def test_a_version_stays_while_sglang_runs_a_request_whose_client_has_left(
+    engine: Engine,
+) -> None:
+    engine.update("1")
+    engine.begin_request()
+    engine.adapters.requests["1"].close()
+    engine.adapters.unended["1"] = 2
+    engine.update("2")
+    engine.begin_request()
+    engine.update("3")
+    assert engine.adapters.loaded() == ["1", "2", "3"]
+    # There is room for three. The second abort ends the last of its requests.
+    engine.load("4")
+    assert engine.adapters.aborted == ["1", "1"]
+    assert engine.adapters.loaded() == ["2", "3", "4"]
+
+
+def test_going_back_ends_the_requests_of_the_version_that_is_left(
+    engine: Engine,
+) -> None:
+    engine.update("9")
+    engine.begin_request()
+    engine.update("10")
+    engine.begin_request()
+    assert engine.adapters.aborted == []
+    engine.versions.serve(engine.adapters, "9")
+    assert engine.adapters.aborted == ["10"]
+    assert engine.begin_request() == "9"
 
 
 def test_a_second_load_of_the_same_tensors_changes_nothing(engine: Engine) -> None:

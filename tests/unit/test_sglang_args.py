@@ -406,3 +406,16 @@ def test_options_that_foreign_names_are_answered_with_exist() -> None:
     }
     assert options
     assert {f"--{option}" for option in options} <= known
+
+
+def test_every_option_of_adapters_is_refused() -> None:
+    """The settings of a run decide what its engines serve."""
+    options = [action.dest for action in sglang_parser()._actions]
+    allowed = [
+        option
+        for option in options
+        if "lora" in option
+        and not entry_for(option, SGLANG_OWNED)
+        and not entry_for(option, SGLANG_REFUSED)
+    ]
+    assert allowed == []

@@ -46,7 +46,7 @@ def check_trainable(config: Config) -> str:
     it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
-    from invrl.run.settings.served_adapter import served_adapter
+    from invrl.run.settings.sent_adapter import served_adapter
     from invrl.train.adapters.peft_folder import check_start
 
     shape = read_hf_config(config.model.folder)

@@ -1,5 +1,8 @@
 """One engine's side of an update that sends an adapter alone: the engine loads it beside
-the version that it serves, and nothing pauses.
+the version that it serves, and its requests keep their caches.
+
+They make no token while SGLang's scheduler reads the folder and hashes it, which takes
+seconds for a large adapter.
 
 The engine chooses the version of a request itself, when it arrives
 (`engines/inside_sglang/adapter_routes.py`). Its own weights are never written.
@@ -7,7 +10,10 @@ The engine chooses the version of a request itself, when it arrives
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.errors import LayoutError
@@ -35,12 +41,13 @@ class AdapterReceiver(EngineReceiver):
         """Do nothing: no request has stopped."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
-        return await self._client.load_adapter(
-            staged.version,
-            staged.handle,
-            staged.checksums,
-            deadline_s=self._deadline_s,
-        )
+        with self._loading():
+            return await self._client.load_adapter(
+                staged.version,
+                staged.handle,
+                staged.checksums,
+                deadline_s=self._deadline_s,
+            )
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         """Return the checksums of the engine's own factors."""
@@ -48,22 +55,30 @@ class AdapterReceiver(EngineReceiver):
         self._answered = None
         if answered is not None and answered[0] == staged.version:
             return answered[1]
-        return await self._client.adapter_checksums(
-            str(staged.version), deadline_s=self._deadline_s
-        )
+        return await self._read_checksums(str(staged.version))
 
     async def read_back(self, layout: WeightLayout) -> ReadBack:
         """Read the factors of the version that the engine serves, while it serves."""
         version = await self._client.weight_version()
-        checksums = await self._client.adapter_checksums(
-            version, deadline_s=self._deadline_s
-        )
         return ReadBack(
             version=version,
-            checksums=checksums,
+            checksums=await self._read_checksums(version),
             paused_s=0.0,
         )
+
+    async def _read_checksums(self, version: str) -> Mapping[str, str]:
+        with self._loading():
+            return await self._client.adapter_checksums(
+                version, deadline_s=self._deadline_s
+            )
 
     async def commit(self, version: WeightVersion) -> None:
         await self._client.serve_adapter(version)
         await super().commit(version)
+
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
+        """Return the prompts' log-probs. If requests leave no room for them, the engine
+        retracts these: the one pause of such an update."""
+        return await self._logprobs_beside_requests(prompts)

@@ -19,7 +19,7 @@ import logging
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -203,19 +203,30 @@ class EngineReceiver(ABC):
     async def logprobs(
         self, prompts: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
-        """Return the prompts' log-probs before the engine's queue continues. Requests
-        that continued in place may leave no room: then they are retracted, and continue
-        afterwards."""
+        """Return the prompts' log-probs before the engine's queue continues."""
         if self._settings.inflight == "in_place":
-            with contextlib.suppress(DeadlineError):
-                return await self._client.prompt_logprobs(
-                    prompts, deadline_s=_ROOM_DEADLINE_S
-                )
-            logger.warning(
-                "%s retracts its requests: they left no room for the canary", self.name
+            return await self._logprobs_beside_requests(prompts)
+        return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
+
+    async def _logprobs_beside_requests(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
+        """Return the prompts' log-probs from an engine whose requests were not
+        retracted. They may leave no room: then they are retracted now, and continue
+        afterwards."""
+        with contextlib.suppress(DeadlineError):
+            return await self._client.prompt_logprobs(
+                prompts, deadline_s=_ROOM_DEADLINE_S
             )
+        logger.warning(
+            "%s retracts its requests: they left no room for the canary", self.name
+        )
+        self.is_paused = True
+        try:
             await self._client.pause("retract")
-            await self.resume()
+        finally:
+            await self._client.resume()
+            self.is_paused = False
         return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
 
     async def _ask_loader(
@@ -287,11 +298,17 @@ class EngineReceiver(ABC):
 
     async def _send(self, payloads: Sequence[str], load_format: str) -> None:
         """Send a payload to each rank."""
-        self.is_loading = True
-        try:
+        with self._loading():
             await self._client.update_weights_from_tensor(
                 payloads, load_format=load_format, deadline_s=self._deadline_s
             )
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Say that the engine loads, during one call."""
+        self.is_loading = True
+        try:
+            yield
         finally:
             self.is_loading = False
 

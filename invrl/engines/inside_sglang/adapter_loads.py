@@ -2,8 +2,9 @@
 holds, and the tokens of a request have the version of its adapter.
 
 SGLang stacks the factors of some projections (q, k and v; gate and up). The checksums
-are of the stacked tensors, taken apart again, so they prove what the engine computes
-with and not only what has arrived.
+are of the stacked tensors, taken apart again. These are copies in host memory, from
+which SGLang fills the memory that its kernels read whenever a request needs the adapter:
+the checksums do not cover that copy, and only the canary does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Projections that SGLang stacks, in their order, by its own names."""
+"""Projections that SGLang stacks and adapts together, in their order, by its own
+names."""
 NAME_PREFIX = "version-"
 
 _versions: dict[str, str] = {}

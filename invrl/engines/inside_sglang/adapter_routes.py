@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from invrl.engines.inside_sglang.adapter_loads import NAME_PREFIX, adapter_name
+from invrl.engines.inside_sglang.adapter_registry import count_nothing
 from invrl.engines.inside_sglang.engine_routes import tokenizer_manager
 from invrl.engines.inside_sglang.served_versions import AdapterError, ServedVersions
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 LOAD_ADAPTER_PATH = "/load_adapter"
 SERVE_ADAPTER_PATH = "/serve_adapter"
@@ -40,14 +41,12 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Checksums by tensor. A version that the engine holds with others is replaced."""
 
 
-class _SglangAdapters:
+class SglangAdapters:
     """The adapters that SGLang has loaded."""
 
-    def __init__(self, manager: "TokenizerManager") -> None:
-        from sglang.srt.runtime_context import get_lora
-
+    def __init__(self, manager: "TokenizerManager", max_versions: int) -> None:
         self._manager = manager
-        self.max_versions: int = get_lora().max_loras_per_batch
+        self.max_versions = max_versions
 
     def loaded(self) -> list[str]:
         names = self._manager.lora_registry.get_all_adapters()
@@ -95,11 +94,24 @@ class _SglangAdapters:
                 f"version {version} is not unloaded: {result.error_message}"
             )
 
+    def running(self, version: str) -> int:
+        return len(self._states(version))
+
     def abort(self, version: str) -> None:
-        name = adapter_name(version)
-        for rid, state in list(self._manager.rid_to_state.items()):
-            if state.obj.lora_path == name:
+        for rid, state in self._states(version).items():
+            # SGLang would note the abort of a request that its scheduler does not have
+            # yet, and send it no second one.
+            if state.dispatched:
                 self._manager.abort_request(rid)
+
+    def _states(self, version: str) -> dict[str, "ReqState"]:
+        """Return the requests that use a version, by id. They stay until the scheduler
+        has reported their end, also after their client has left."""
+        name = adapter_name(version)
+        states = self._manager.rid_to_state
+        return {
+            rid: state for rid, state in states.items() if state.obj.lora_path == name
+        }
 
 
 def _checksums(result: "LoRAUpdateOutput") -> dict[str, str]:
@@ -115,8 +127,10 @@ def add_adapter_routes() -> None:
     process before it serves. Imports SGLang."""
     from fastapi import HTTPException, Request
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.lora.lora_registry import LoRARegistry
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    count_nothing(LoRARegistry)
     versions = ServedVersions()
     _give_newest(versions)
 
@@ -124,10 +138,9 @@ def add_adapter_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load_adapter(request: Request) -> dict[str, Mapping[str, str]]:
         body = msgspec.json.decode(await request.body(), type=LoadAdapter)
-        adapters = _SglangAdapters(tokenizer_manager())
         try:
             held = await versions.load(
-                adapters, body.version, body.folder, body.checksums
+                _adapters(), body.version, body.folder, body.checksums
             )
         except AdapterError as error:
             raise HTTPException(400, str(error)) from error
@@ -137,7 +150,7 @@ def add_adapter_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def serve_adapter(version: str) -> dict[str, str]:
         try:
-            versions.serve(_SglangAdapters(tokenizer_manager()), version)
+            versions.serve(_adapters(), version)
         except AdapterError as error:
             raise HTTPException(400, str(error)) from error
         return {"served": version}
@@ -145,11 +158,16 @@ def add_adapter_routes() -> None:
     @app.get(ADAPTER_CHECKSUMS_PATH)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def adapter_checksums(version: str) -> dict[str, Mapping[str, str]]:
-        adapters = _SglangAdapters(tokenizer_manager())
         try:
-            return {"checksums": await adapters.checksums(version)}
+            return {"checksums": await _adapters().checksums(version)}
         except AdapterError as error:
             raise HTTPException(400, str(error)) from error
+
+
+def _adapters() -> SglangAdapters:
+    from sglang.srt.runtime_context import get_lora
+
+    return SglangAdapters(tokenizer_manager(), get_lora().max_loras_per_batch)
 
 
 def _give_newest(versions: ServedVersions) -> None:

@@ -1,8 +1,9 @@
 """The versions of an adapter that an engine holds, and which of them a request gets.
 
 A request gets the newest version when it arrives, and keeps it until it ends. A version
-is unloaded by the first load that finds no request of it: SGLang's own unload waits for
-requests, and no version can be loaded meanwhile. A load that finds the engine full ends
+is unloaded by the first load that finds no request of it, neither here nor in SGLang: a
+request whose client has left may still be running there, and an unload under it would
+kill the engine. A load that finds the engine full ends
 the requests of the oldest version with an abort. The gateway continues them, and they
 get the newest version.
 
@@ -39,6 +40,10 @@ class Adapters(Protocol):
 
     async def checksums(self, version: str) -> Mapping[str, str]: ...
     async def unload(self, version: str) -> None: ...
+    def running(self, version: str) -> int:
+        """Return the number of a version's requests that have not ended."""
+        ...
+
     def abort(self, version: str) -> None:
         """Abort the requests of a version."""
         ...
@@ -91,18 +96,22 @@ class ServedVersions:
             return await adapters.load(version, folder)
 
     def serve(self, adapters: Adapters, version: str) -> None:
-        """Give this version to the requests that arrive from now on. Raises
+        """Give this version to the requests that arrive from now on. If that goes back
+        to an older version, abort the requests of the version that is left. Raises
         AdapterError."""
         if version not in adapters.loaded():
             raise AdapterError(f"version {version} is not loaded")
+        left = self.newest
         self.newest = version
+        if left is not None and int(version) < int(left):
+            adapters.abort(left)
 
     async def _make_room(self, adapters: Adapters) -> None:
         """Unload the versions that no request uses, except the newest, and others until
         there is room for one more."""
         older = [version for version in adapters.loaded() if version != self.newest]
         for version in older:
-            if not self._num_requests[version]:
+            if not self._num_unended(adapters, version):
                 await self._remove(adapters, version)
         used = [version for version in older if version in adapters.loaded()]
         for version in sorted(used, key=int):
@@ -113,13 +122,18 @@ class ServedVersions:
     async def _remove(self, adapters: Adapters, version: str) -> None:
         """End the requests of a version, and unload it. Raises AdapterError."""
         deadline = time.monotonic() + _ABORT_DEADLINE_S
-        while self._num_requests[version]:
+        while num_unended := self._num_unended(adapters, version):
             adapters.abort(version)
             if time.monotonic() > deadline:
                 raise AdapterError(
-                    f"{self._num_requests[version]} requests of version {version} have not ended "
+                    f"{num_unended} requests of version {version} have not ended "
                     f"{_ABORT_DEADLINE_S:g} s after their abort"
                 )
             await asyncio.sleep(_POLL_INTERVAL_S)
         await adapters.unload(version)
         del self._num_requests[version]
+
+    def _num_unended(self, adapters: Adapters, version: str) -> int:
+        """Return the number of a version's requests that are not known to have ended:
+        some are only here (not yet in SGLang), others only there."""
+        return max(self._num_requests[version], adapters.running(version))

@@ -86,6 +86,17 @@ SGLANG_OWNED = {
     ),
     **dict.fromkeys(("modelopt_", "enable_lora", "lora_"), _OWN_WEIGHTS),
     **dict.fromkeys(
+        (
+            "max_lora_rank",
+            "max_loras_per_batch",
+            "max_loaded_loras",
+            "max_lora_chunk_size",
+            "enable_lora_overlap_loading",
+            "experts_shared_outer_loras",
+        ),
+        "leave it out: the table [lora] and --max-staleness say which adapters engines serve",
+    ),
+    **dict.fromkeys(
         ("fastapi_root_path", "use_ray", "grpc_mode", "smg_grpc_mode"), _HTTP
     ),
     "disaggregation_": _BOTH,

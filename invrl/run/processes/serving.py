@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.engine_server import count_gpus
+from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.gateway.server.processes.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.network.ports import ReservedPort
@@ -21,7 +22,6 @@ from invrl.host.processes.guardian import start_guardian
 from invrl.host.processes.interrupts import CleanUp
 from invrl.run.processes.gpu_plan import GpuPlan, plan_engines
 from invrl.run.settings.config import Config
-from invrl.run.settings.served_adapter import served_adapter
 from invrl.store.run_folder import RunFolder
 
 _GATEWAY_START_TIMEOUT_S = 120.0
@@ -72,12 +72,14 @@ async def start_serving(
     longest_row: int | None = None,
     engines_may_start: asyncio.Event | None = None,
     gpus: GpuPlan | None = None,
+    adapter: ServedAdapter | None = None,
 ) -> AsyncIterator[Serving]:
     """Start engines, router and gateway without waiting for them; end them on exit.
     `longest_row`: a request that would make a longer conversation is refused as
     exceeding the model's context. `engines_may_start`: engines start once it is set;
     None: immediately. `gpus`: the plan of a run that trains; None: the engines have all
-    GPUs. Raises ConfigError if there are too few."""
+    GPUs. Raises ConfigError if there are too few. `adapter`: the one that the run's
+    trainer sends alone; None: engines serve whole weights."""
     gpus = gpus or plan_engines(config, count_gpus())
     env_key = take_environment_key()
     engine_key = take_engine_key()
@@ -90,7 +92,7 @@ async def start_serving(
             sglang=config.sglang,
             router=config.router,
             weights=config.weights,
-            adapter=served_adapter(config),
+            adapter=adapter,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
             external_key=engine_key,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from invrl.engines.inside_sglang.adapter_loads import STACKED
 from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
@@ -13,9 +14,7 @@ from invrl.weights.config import AdapterWeights
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config
 
-_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections that SGLang adapts together."""
-_SERVED = frozenset({"o_proj", "down_proj"}.union(*_STACKED))
+_SERVED = frozenset({"o_proj", "down_proj"}.union(*STACKED.values()))
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _MERGED = "leave --weights.transport out: engines then get merged weights"
 
@@ -51,7 +50,7 @@ def served_adapter(config: Config) -> ServedAdapter | None:
             "beside experts, SGLang would adapt these too under the names of the MLP's projections",
             f"give --lora.targets q_proj,k_proj,v_proj,o_proj, or {_MERGED}",
         )
-    for stacked in _STACKED:
+    for stacked in STACKED.values():
         missing = [kind for kind in stacked if kind not in kinds]
         if missing and len(missing) < len(stacked):
             raise ConfigError(
