@@ -107,12 +107,13 @@ class TorchSender:
     def holds(self, version: WeightVersion) -> bool:
         return self._held_version == version
 
-    async def bucket(self, index: int) -> str:
+    async def bucket(self, index: int, copies: int) -> list[str]:
         assert isinstance(self._writer, BucketSender)
         self.buckets_sent.append(index)
         names = bucket_names(self.tensors, _BUCKET_BYTES)[index]
         parameters = self.parameters()
-        return self._writer.bucket(index, [(name, parameters[name]) for name in names])
+        weights = [(name, parameters[name]) for name in names]
+        return self._writer.bucket(index, weights, copies)
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         assert isinstance(self._writer, Broadcaster)

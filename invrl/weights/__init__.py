@@ -14,8 +14,10 @@ A transport has two ends, chosen by `--weights.transport`:
   from files.
 - `collective`: `broadcaster.Broadcaster` and `BroadcastReceiver`; `weight_loader.py`
   receives it.
+- `adapter`: `train/adapters/` and `AdapterReceiver`; SGLang's own code loads it.
 
-The receivers are in `engines/client/weight_receiver.py`. With `collective`, and with
+The senders are chosen in `train/weights/senders.py`. The receivers are in
+`engines/client/weight_receiver.py`, that of `adapter` in `adapter_receiver.py`. With `collective`, and with
 `bucket` on a GPU, both ends run at the same time: `broadcast_loads.py` and
 `bucket_loads.py` bring them together. `weight_loader.py` checks the layout first with
 every transport. With `arena` the copy itself is hashed, and the parameters are at the

@@ -4,7 +4,9 @@ GPU are replaced: what they are asked for is tested."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +53,10 @@ class FakeNccl:
     """The stream of each broadcast."""
     waits: int = 0
     fails: bool = False
+    while_made: Callable[[], None] = lambda: None
+    """Runs in the constructor of a group."""
+    while_waited: Callable[[], None] = lambda: None
+    aborted: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture
@@ -61,6 +67,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     class Work:
         def wait(self) -> None:
             fake.waits += 1
+            fake.while_waited()
             if fake.fails:
                 raise RuntimeError("a member has ended")
 
@@ -74,11 +81,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
                 "timeout": options._timeout,
             }
             fake.variables = {name: os.environ.get(name) for name in VARIABLES}
+            self.timeout = options._timeout
+            fake.while_made()
 
         def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
             [tensor] = tensors
             assert options.rootRank == 0
-            assert options.timeout == timedelta(seconds=7)
+            assert options.timeout == self.timeout
             fake.streams.append(stream[0])
             if fake.given:
                 received = torch.frombuffer(
@@ -88,7 +97,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
             fake.carried.append(tensor.numpy().tobytes())
             return Work()
 
-        def abort(self) -> None: ...
+        def abort(self) -> None:
+            fake.aborted.set()
 
     @contextmanager
     def on_stream(name: str) -> Iterator[None]:
@@ -104,8 +114,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     return fake
 
 
-def nccl_group(rank: int) -> NcclGroup:
-    timeout = timedelta(seconds=7)
+def nccl_group(rank: int, timeout_s: float = 7) -> NcclGroup:
+    timeout = timedelta(seconds=timeout_s)
     return NcclGroup(HashStore(), rank, 3, device=CPU, timeout=timeout)
 
 
@@ -142,6 +152,42 @@ def test_variables_of_the_user_are_back_when_the_group_is_made(
     nccl_group(rank=0)
     assert nccl.variables[VARIABLES[1]] == "0"
     assert os.environ[VARIABLES[1]] == "3"
+
+
+def test_one_group_at_a_time_changes_the_variables(nccl: FakeNccl) -> None:
+    """The trainer makes groups in several threads."""
+    at_once: list[int] = []
+    both_inside = threading.Event()
+    inside = threading.Semaphore(0)
+
+    def make() -> None:
+        inside.release()
+        at_once.append(inside._value)
+        if inside._value == 2:
+            both_inside.set()
+        both_inside.wait(0.2)
+        inside.acquire()
+
+    nccl.while_made = make
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(nccl_group, (0, 1)))
+    assert at_once == [1, 1]
+    assert not set(VARIABLES) & os.environ.keys()
+
+
+def test_connection_that_a_member_holds_up_ends_with_the_timeout(
+    nccl: FakeNccl,
+) -> None:
+    is_over = threading.Event()
+    nccl.while_waited = lambda: assert_set(is_over)
+    with pytest.raises(BroadcastError, match=r"did not connect within 0\.05 s"):
+        nccl_group(rank=1, timeout_s=0.05)
+    assert_set(nccl.aborted)
+    is_over.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
 def joined(rank: int, monkeypatch: pytest.MonkeyPatch) -> WeightGroup:

@@ -29,11 +29,14 @@ LAYOUT = tuple(
 
 
 class Trainer:
-    """A bucket is named by its source, its version and its index."""
+    """A bucket is named by its source, its version and its index; the payloads of one
+    on the GPU also by their number."""
 
     def __init__(self) -> None:
         self.version: WeightVersion | None = None
         self.given: list[str] = []
+        self.unread: list[str] = []
+        """Payloads of the last bucket that no engine has opened."""
         self.on_gpu = True
         self.before: Callable[[int], None] = lambda index: None
 
@@ -56,11 +59,13 @@ class Trainer:
     def holds(self, version: WeightVersion) -> bool:
         return self.version == version
 
-    async def bucket(self, index: int) -> str:
+    async def bucket(self, index: int, copies: int) -> list[str]:
         self.before(index)
         bucket = f"gpu {self.version} {index}"
         self.given.append(bucket)
-        return bucket
+        first = len(self.given) * 100
+        self.unread = [f"{bucket} {first + copy}" for copy in range(copies)]
+        return list(self.unread)
 
     async def logprobs(self, prompts):
         raise NotImplementedError
@@ -74,6 +79,7 @@ class Engine:
         self.trainer = trainer
         self.held: dict[str, str] = {}
         self.loaded: list[str] = []
+        self.buckets_of_requests: list[int] = []
         self.is_in_update = False
         self.fault: Callable[[str], None] = lambda payload: None
         self.hangs_at = ""
@@ -89,16 +95,19 @@ class Engine:
         handle = msgspec.json.decode(staged.handle, type=BucketHandle)
         assert handle.begins or self.is_in_update
         self.is_in_update = True
+        self.buckets_of_requests.append(len(handle.payloads))
         for payload in handle.payloads:
             await asyncio.sleep(0)
-            self.fault(payload)
-            if payload == self.hangs_at:
+            source, version, index, *_ = payload.split()
+            bucket = f"{source} {version} {index}"
+            self.fault(bucket)
+            if bucket == self.hangs_at:
                 await asyncio.Event().wait()
-            source, version, index = payload.split()
-            if source == "gpu":  # the trainer frees it with its next bucket
-                assert self.trainer.given[-1] == payload
+            if source == "gpu":  # freed with the next bucket; torch counts its readers
+                assert payload in self.trainer.unread
+                self.trainer.unread.remove(payload)
             self.held[LAYOUT[int(index)].name] = version
-            self.loaded.append(payload)
+            self.loaded.append(bucket)
         self.is_in_update = not handle.ends
 
     async def checksums(self, staged: StagedWeights) -> dict[str, str]:
@@ -233,6 +242,47 @@ async def test_trainer_without_a_gpu_is_asked_for_no_bucket() -> None:
     assert fleet.engines[1].loaded == from_host(1)
 
 
+async def test_bucket_lives_until_its_readers_reply_whichever_load_they_are_of() -> (
+    None
+):
+    trainer = Trainer()
+    loads = BucketLoads(trainer, timeout_s=0.0)
+    staged = await trainer.stage(WeightVersion(1))
+    first, second = Engine("a", trainer), Engine("b", trainer)
+    update = asyncio.create_task(loads.load(first, staged))
+    while not trainer.given:
+        await asyncio.sleep(0)
+    await asyncio.gather(update, loads.load(second, staged))
+    assert first.loaded == second.loaded == from_gpu(1)
+    assert len(trainer.given) == 2 * NUM_BUCKETS
+
+
+async def test_load_that_waits_for_a_bucket_in_use_may_end_before_it_gets_one() -> None:
+    trainer = Trainer()
+    loads = BucketLoads(trainer, timeout_s=0.0)
+    staged = await trainer.stage(WeightVersion(1))
+    hung, late = Engine("a", trainer), Engine("b", trainer)
+    hung.hangs_at = "gpu 1 0"
+    first = asyncio.create_task(loads.load(hung, staged))
+    while not trainer.given:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(loads.load(late, staged))
+    await asyncio.sleep(0)
+    second.cancel()
+    first.cancel()
+    await asyncio.wait({first, second})
+    await loads.load(late, staged)
+    assert trainer.given == ["gpu 1 0", *from_gpu(1)]
+
+
+async def test_silence_is_judged_by_one_bucket_also_of_what_is_staged() -> None:
+    fleet = Fleet("a", "b")
+    fleet.trainer.on_gpu = False
+    await fleet.update(1)
+    for engine in fleet.engines:
+        assert engine.buckets_of_requests == NUM_BUCKETS * [1]
+
+
 def serialised(bucket: buckets._Bucket, memory: torch.Tensor) -> str:
     tensors = bucket.views(memory)
     return msgspec.json.encode(
@@ -256,7 +306,7 @@ def test_bucket_of_the_trainer_is_the_staged_one() -> None:
     assert [torch.equal(views[name], tensors[name]) for name in tensors] == 3 * [True]
     given: list[dict[str, object]] = []
     for index, names in enumerate(bucket_names(LAYOUT, 90)):
-        payload = sender.bucket(index, [(name, tensors[name]) for name in names])
+        [payload] = sender.bucket(index, [(name, tensors[name]) for name in names])
         given.append(msgspec.json.decode(payload))
     values = {name: tensor.tolist() for name, tensor in tensors.items()}
     assert given[0] | given[1] == values
@@ -269,6 +319,35 @@ def test_bucket_without_one_of_its_tensors_is_refused() -> None:
     first = LAYOUT[0]
     with pytest.raises(LayoutError, match="bucket 0 lacks 1"):
         sender.bucket(0, [(first.name, torch.rand(first.shape))])
+
+
+@pytest.mark.usefixtures("readable_payloads")
+def test_bucket_on_a_gpu_is_exported_once_for_each_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch counts one reader for each export."""
+    calls: list[str] = []
+
+    def export(bucket: buckets._Bucket, memory: torch.Tensor) -> str:
+        calls.append("export")
+        return f"export {len(calls)}"
+
+    monkeypatch.setattr(buckets._Bucket, "serialise", export)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("collect"))
+    host_memory = BucketSender._gpu_memory
+    sender = BucketSender(LAYOUT, device=torch.device("cpu"))
+
+    def gpu_memory() -> torch.Tensor:
+        sender._device = torch.device("cpu")
+        memory = host_memory(sender)
+        sender._device = torch.device("cuda")
+        return memory
+
+    monkeypatch.setattr(sender, "_gpu_memory", gpu_memory)
+    sender._device = torch.device("cuda")
+    assert sender.bucket(0, filled(1), 2) == ["export 2", "export 3"]
+    sender.bucket(0, filled(2), 1)
+    assert calls == ["collect", "export", "export", "collect", "export"]
 
 
 def filled(value: float) -> list[tuple[str, torch.Tensor]]:

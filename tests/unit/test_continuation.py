@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fakes import fake_experts
@@ -120,6 +121,23 @@ def test_segments_name_the_engines_that_sampled_them():
         Segment(engine=None, start=2, end=3),
         Segment(engine="engine-0.b", start=3, end=5),
     )
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_event_without_tokens_begins_no_segment(num_before: int):
+    """Two segments with the same start would fail the commit of the turn."""
+    segments = Segments(request())
+    if num_before:
+        segments.add(chunk([30, 31], engine="engine-0.a"))
+        after(segments)
+    empty = msgspec.structs.replace(chunk([], engine="engine-0.b"), spans=())
+    segments.add(empty)
+    assert not segments.has_new_tokens
+    segments.add(chunk([32], engine="engine-0.b"))
+    segments.add(msgspec.structs.replace(empty, spans=(span(3, 0, 1),)))
+    starts = [segment.start for segment in segments.by_engine]
+    assert starts == sorted({0, num_before})
+    assert segments.num_sampled == num_before + 1
 
 
 def test_reply_that_is_sampled_anew_forgets_the_engines_before():

@@ -29,7 +29,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> TrainHandle:
 
     async def reply(ranks, method, *arguments) -> dict[int, Any]:
         if method.__name__ == "bucket":
-            return {0: f"bucket {arguments[0]}"}
+            index, copies = arguments
+            return {0: [f"bucket {index}"] * copies}
         version = arguments[0]
         staged = StagedWeights(version=version, handle="", checksums={}, num_bytes=0)
         return {0: staged}
@@ -48,7 +49,7 @@ async def test_trainer_holds_what_it_staged_last(trainer: TrainHandle) -> None:
     assert not trainer.holds(FIRST)
     await trainer.stage(FIRST)
     assert trainer.holds(FIRST)
-    assert await trainer.bucket(3) == "bucket 3"
+    assert await trainer.bucket(3, 2) == ["bucket 3", "bucket 3"]
     await trainer.stage(WeightVersion(2))
     assert not trainer.holds(FIRST)
 

@@ -1,5 +1,5 @@
 """Receivers of weights by transport; the trainer's ends are in
-`train/trainer/train_rank.py`."""
+`train/weights/senders.py`."""
 
 from invrl.engines.client.adapter_receiver import AdapterReceiver
 from invrl.engines.client.weight_receiver import (

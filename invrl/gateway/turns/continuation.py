@@ -102,7 +102,10 @@ class Segments:
         return bool(self._last_spans)
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Add the chunk's tokens to the last segment."""
+        """Add the chunk's tokens to the last segment. One without tokens is ignored: it
+        would begin a segment without a span, and the next a second one at its start."""
+        if not len(chunk.ids_T):
+            return
         if not self._last_spans:
             self._begun.append((chunk.engine, len(self._ids)))
         if self.num_segments == 1:

@@ -75,8 +75,8 @@ class TrainActor(RankActor["TrainRank"]):
     async def stage(self, version: WeightVersion) -> StagedWeights | None:
         return await self._in_worker(self._rank.stage, version)
 
-    async def bucket(self, index: int) -> str | None:
-        return await self._in_worker(self._rank.bucket, index)
+    async def bucket(self, index: int, copies: int) -> list[str] | None:
+        return await self._in_worker(self._rank.bucket, index, copies)
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """Offer weights, concurrently with the worker, which may be training."""

@@ -240,12 +240,12 @@ class TrainHandle:
         ranks in their order."""
         return self._held_version == version
 
-    async def bucket(self, index: int) -> str:
+    async def bucket(self, index: int, copies: int) -> list[str]:
         """See `BucketSender.bucket`."""
-        replies = await self._call(self._copy, TrainActor.bucket, index)
-        bucket = replies[self._copy[0]]
-        assert bucket is not None, "the first rank of a copy collects its weights"
-        return bucket
+        replies = await self._call(self._copy, TrainActor.bucket, index, copies)
+        payloads = replies[self._copy[0]]
+        assert payloads is not None, "the first rank of a copy collects its weights"
+        return payloads
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """See `Broadcaster.offer`."""

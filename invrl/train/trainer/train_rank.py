@@ -419,14 +419,14 @@ class TrainRank(SavingRank):
         several_ranks = self._settings.engine_ranks > 1
         return whole_hash(adds_up=several_ranks or device.on_cuda())
 
-    def bucket(self, index: int) -> str | None:
+    def bucket(self, index: int, copies: int) -> list[str] | None:
         """Return a bucket of the current weights as `BucketSender.bucket` does, on a
         GPU. None on the ranks that only send their parts."""
         names = bucket_names(self.layout(), GPU_BUCKET_BYTES)[index]
 
-        def serialise(weights: Weights) -> str:
+        def serialise(weights: Weights) -> list[str]:
             assert isinstance(self._transport, BucketSender), "nobody else asks"
-            return self._transport.bucket(index, weights)
+            return self._transport.bucket(index, weights, copies)
 
         weights = self._weights.export(self._served_dtype, names=names)
         return self._collect(weights, serialise)

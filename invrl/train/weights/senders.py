@@ -1,5 +1,5 @@
 """The trainer's end of each weight transport; the engines' ends are in
-`engines/client/weight_receiver.py`."""
+`engines/client/weight_receivers.py`."""
 
 from pathlib import Path
 

@@ -5,7 +5,8 @@ On a CPU a tensor is hashed right after its copy, while it is in a core's cache.
 GPU copies, everything is copied first and then hashed, on a GPU in one kernel, so that
 the host waits once instead of once per tensor.
 
-Invariant: a checksum covers bytes read back from where they were written. On a GPU all
+Invariant: a checksum covers bytes read back from where they were written, but those of
+`hash_and_copy` are of the sources: a wrong copy is found by who reads it. On a GPU all
 work of the current stream has completed when the checksums are returned. Imports torch
 only where tensors are touched.
 """

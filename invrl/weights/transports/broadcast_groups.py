@@ -6,17 +6,23 @@ GPUs.
 
 By default torch ends a process in which NCCL fails or is late. A weight group must not
 end an engine or the trainer when another member does, so its waits raise instead.
+
+Invariant: each wait has the group's timeout. NCCL has none while it connects, so a
+thread connects, and is left alone when it is late.
 Imports torch only where a group is made.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from invrl.errors import BroadcastError
 from invrl.host.network.rendezvous import interface_towards
 
 if TYPE_CHECKING:
@@ -28,6 +34,8 @@ TRAINER = 0
 _WAITS_RAISE = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Torch reads these when a group is made. A wait then lasts until the GPU is done, or
 raises, and no thread of torch watches the group."""
+_ENVIRONMENT = threading.Lock()
+"""Held while a thread has changed the variables of the process."""
 
 
 class Work(Protocol):
@@ -93,7 +101,8 @@ class NcclGroup:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        """Connect to all members, which have come."""
+        """Connect to all members, which have come. Raises BroadcastError if that takes
+        longer than the timeout."""
         import torch
         from torch._C._distributed_c10d import BroadcastOptions
         from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
@@ -110,8 +119,7 @@ class NcclGroup:
         options._timeout = timeout
         with _environment(_WAITS_RAISE):
             self._group: Any = ProcessGroupNCCL(store, rank, size, options)
-        # NCCL connects with the first broadcast.
-        self.broadcast(self.buffer(1)).wait()
+        self._connect(timeout)
 
     def to_send(self, bucket: torch.Tensor) -> torch.Tensor:
         import torch
@@ -138,17 +146,39 @@ class NcclGroup:
     def abort(self) -> None:
         self._group.abort()
 
+    def _connect(self, timeout: timedelta) -> None:
+        """Broadcast a byte, because NCCL connects with the first broadcast."""
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                self.broadcast(self.buffer(1)).wait()
+            except BaseException as error:
+                connected.set_exception(error)
+            else:
+                connected.set_result(None)
+
+        threading.Thread(target=connect, name="nccl-connect", daemon=True).start()
+        try:
+            connected.result(timeout.total_seconds())
+        except TimeoutError:
+            # Nobody waits for the abort either: NCCL may be in its way.
+            threading.Thread(target=self.abort, name="nccl-abort", daemon=True).start()
+            seconds = timeout.total_seconds()
+            raise BroadcastError(f"NCCL did not connect within {seconds:g} s") from None
+
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Set environment variables within the block, in one thread at a time."""
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

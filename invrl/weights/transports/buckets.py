@@ -115,13 +115,21 @@ class BucketSender:
             num_bytes=sum(num_bytes(spec) for spec in self._layout),
         )
 
-    def bucket(self, index: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Return one bucket of these weights, serialised, in the memory of the GPU. It
-        lives until the next call. Raises LayoutError."""
+    def bucket(
+        self, index: int, tensors: Iterable[tuple[str, torch.Tensor]], copies: int = 1
+    ) -> list[str]:
+        """Return one bucket of these weights in the memory of the GPU, serialised for
+        each of `copies` readers. It lives until the next call, or for as long as a
+        reader keeps it open or has not opened it. Raises LayoutError."""
         bucket = self._buckets[index]
         # Torch counts the readers of each allocation that it shares, so no two buckets
         # are in the same one. Its cache gives the same memory again.
         self._sent = None
+        if self._device is not None and self._device.type == "cuda":
+            import torch
+
+            # Torch frees what all readers have closed.
+            torch.cuda.ipc_collect()
         self._sent = self._gpu_memory()
         memory = self._sent[: bucket.num_bytes]
         views = bucket.views(memory)
@@ -131,7 +139,9 @@ class BucketSender:
             written += 1
         if written != len(views):
             raise LayoutError(f"bucket {index} lacks {len(views) - written} tensors")
-        return bucket.serialise(memory)
+        # Torch expects one reader of each handle: a second one would take a count that
+        # nobody has added, and the memory would stay.
+        return [bucket.serialise(memory) for _ in range(copies)]
 
     def _gpu_memory(self) -> torch.Tensor:
         """Allocate as much as the largest bucket takes."""

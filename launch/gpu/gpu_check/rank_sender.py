@@ -92,8 +92,8 @@ class RankSender:
     def holds(self, version: WeightVersion) -> bool:
         return self.staged is not None and self.staged.version == version
 
-    async def bucket(self, index: int) -> str:
-        return await self._call(self._bucket, index)
+    async def bucket(self, index: int, copies: int) -> list[str]:
+        return await self._call(self._bucket, index, copies)
 
     async def change(self) -> None:
         """Train a step."""
@@ -129,11 +129,11 @@ class RankSender:
             self._rank.layout(), bucket_bytes=GPU_BUCKET_BYTES, device=device
         )
 
-    def _bucket(self, index: int) -> str:
+    def _bucket(self, index: int, copies: int) -> list[str]:
         assert self._buckets is not None, "the transport is another one"
         names = bucket_names(self._rank.layout(), GPU_BUCKET_BYTES)[index]
         weights = self._rank._weights.export(self._rank._served_dtype, names=names)
-        return self._buckets.bucket(index, weights)
+        return self._buckets.bucket(index, weights, copies)
 
     def _stage(self, version: WeightVersion) -> StagedWeights:
         if self._buckets is not None:

@@ -64,7 +64,8 @@ def run(settings: CheckSettings) -> None:
             held: dict[str, str] = {}
             started = time.monotonic()
             for index, names in enumerate(buckets):
-                bucket = sender.bucket(index, [(name, tensors[name]) for name in names])
+                weights = [(name, tensors[name]) for name in names]
+                [bucket] = sender.bucket(index, weights)
                 receiver.stdin.write(bucket + "\n")
                 receiver.stdin.flush()
                 held |= json.loads(receiver.stdout.readline())["checksums"]
