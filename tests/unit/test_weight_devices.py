@@ -71,6 +71,11 @@ def test_arena_on_a_gpu_takes_at_most_an_eighth_of_its_memory(model: Path) -> No
         (["--weights.transport", "collective"], 1, False),
         (["--weights.transport", "collective"], 0, False),
         (["--weights.transport", "collective", "--colocate"], 2, False),
+        (
+            "--weights.transport collective --weights.host 10.0.0.1 --external-engines http://10.0.0.2:30000".split(),
+            4,
+            False,
+        ),
         ([], 2, False),
     ],
 )

@@ -2,8 +2,8 @@
 
 The arena is in a GPU's memory if trainer and engines share one. In host memory every
 update leaves the GPU and comes back. In GPU memory it takes two copies within the GPU,
-and the space for them. A broadcast goes from GPU to GPU if trainer and engines do not
-share one. Does not import torch.
+and the space for them. A broadcast goes from GPU to GPU if the run starts all engines,
+on GPUs that no trainer rank is on. Does not import torch.
 """
 
 from invrl.families.hf_config import read_hf_config
@@ -43,6 +43,8 @@ def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
 
 def broadcast_on_gpu(config: Config, plan: GpuPlan | None) -> bool:
     """Whether the transport `collective` sends from GPU to GPU, by NCCL, which refuses
-    two of its processes on the same one."""
+    two of its processes on the same one. The GPU of an external engine is unknown."""
     is_broadcast = isinstance(config.weights, CollectiveWeights)
-    return is_broadcast and plan is not None and not plan.shares
+    if not is_broadcast or plan is None or config.engine.external_engines:
+        return False
+    return not plan.shares
