@@ -21,6 +21,8 @@ from typing import Protocol
 
 _ABORT_DEADLINE_S = 30.0
 _POLL_INTERVAL_S = 0.02
+_HEALTH_QUESTION_S = 2.0
+"""Longer than SGLang's own question whether an engine makes tokens keeps a version."""
 
 
 class AdapterError(Exception):
@@ -107,17 +109,24 @@ class ServedVersions:
             adapters.abort(left)
 
     async def _make_room(self, adapters: Adapters) -> None:
-        """Unload the versions that no request uses, except the newest, and others until
-        there is room for one more."""
-        older = [version for version in adapters.loaded() if version != self.newest]
-        for version in older:
-            if not self._num_unended(adapters, version):
-                await self._remove(adapters, version)
-        used = [version for version in older if version in adapters.loaded()]
-        for version in sorted(used, key=int):
+        """Unload the versions that no request uses, except the newest. If that leaves
+        no room for one more, unload the oldest until there is."""
+        patience_ends_at = time.monotonic() + _HEALTH_QUESTION_S
+        while True:
+            older = [version for version in adapters.loaded() if version != self.newest]
+            for version in older:
+                if not self._num_unended(adapters, version):
+                    await self._remove(adapters, version)
             if len(adapters.loaded()) < adapters.max_versions:
                 return
-            await self._remove(adapters, version)
+            if time.monotonic() > patience_ends_at:
+                break
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        for version in sorted(older, key=int):
+            if len(adapters.loaded()) < adapters.max_versions:
+                return
+            if version in adapters.loaded():
+                await self._remove(adapters, version)
 
     async def _remove(self, adapters: Adapters, version: str) -> None:
         """End the requests of a version, and unload it. Raises AdapterError."""
