@@ -77,6 +77,7 @@ def record(folder: RunFolder, note: str) -> dict[str, Any]:
             "buffer": {
                 "max_staleness": config.buffer.max_staleness,
                 "admission": config.buffer.admission,
+                "when_stale": config.buffer.when_stale,
             },
         },
         "steps": [
@@ -105,7 +106,12 @@ def planned_step(path: Path) -> PlannedStep:
     rates, lengths = recorded_workload(config, rows, rollouts)
     slots = config.rollout.first_concurrency
     workload = replace(present_workload(rates, lengths), slots=slots)
-    planned = estimate(workload, config.buffer.max_staleness, config.buffer.admission)
+    planned = estimate(
+        workload,
+        config.buffer.max_staleness,
+        config.buffer.admission,
+        when_stale=config.buffer.when_stale,
+    )
     return PlannedStep(
         run=path.stem,
         max_staleness=config.buffer.max_staleness,

@@ -25,6 +25,7 @@ from invrl.run.plan.plan import (
     Plan,
     best_split,
     estimate,
+    make_plan,
     present_workload,
     with_enough_slots,
 )
@@ -245,7 +246,7 @@ def recorded(tmp_path: Path, num_rollouts: int = 16) -> RecordedRun:
     return run
 
 
-def write_steps(run: RecordedRun) -> None:
+def write_steps(run: RecordedRun, **more: float) -> None:
     rows = [
         {"step": 0, "eval/greedy/accuracy": 0.5},
         *(
@@ -254,6 +255,7 @@ def write_steps(run: RecordedRun) -> None:
                 "time/rollout_s": 4.0,
                 "time/train_s": train_s,
                 "time/step_s": 4.5 + train_s,
+                **more,
             }
             for step, train_s in [(1, 9.0), (2, 3.0), (3, 2.0)]
         ),
@@ -277,6 +279,32 @@ def test_plan_reads_lengths_and_rates_of_a_run(
     text = capsys.readouterr().out
     assert "trainer     5.5 s with the weight update" in text
     assert re.search(r"^give: --max-staleness \d --admission \w+ ", text, re.MULTILINE)
+
+
+def test_plan_keeps_the_rule_for_old_tokens_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded(tmp_path)
+    write_steps(run)
+    settings = "--max-staleness 2 --when-stale wait".split()
+    run.folder.config_path.write_text(resolve(*parse_flags(settings)).to_toml())
+    read, lengths = read_run(run.folder)
+    assert read.when_stale == "wait"
+    modes = [
+        (made.max_staleness, made.admission)
+        for made in make_plan(read, lengths).estimates
+    ]
+    assert modes == [(0, "groups"), (1, "groups"), (2, "groups"), (4, "groups")]
+    plan([str(run.folder.path), "--training-s", "1"])
+    give = capsys.readouterr().out.splitlines()[-1]
+    assert ("--when-stale wait" in give) == ("--max-staleness 0" not in give)
+
+
+def test_no_token_is_too_old_in_a_plan_that_waits() -> None:
+    workload = replace(SETTINGS[1], sigma=1.5).workload
+    waits = estimate(workload, 1, when_stale="wait")
+    assert waits.age_p99 <= 1
+    assert estimate(workload, 1).age_p99 > 1
 
 
 def test_plan_leaves_out_engines_that_are_set_aside_for_evaluation(
@@ -335,4 +363,7 @@ def test_run_that_cannot_be_planned_from_is_refused(tmp_path: Path) -> None:
         plan([str(run.folder.path)])
     write_steps(run)
     with pytest.raises(ConfigError, match="3 of its rollouts have sampled tokens"):
+        plan([str(run.folder.path)])
+    write_steps(run, **{"time/gpu_turn_s": 0.01})
+    with pytest.raises(ConfigError, match="took turns on a GPU"):
         plan([str(run.folder.path)])

@@ -33,6 +33,7 @@ def plan(arguments: Sequence[str]) -> None:
       --request-s S                seconds that each further request adds to that
       --training-s S               seconds of a training step on the trainer's GPUs now
       --update-s S                 seconds until the engines have new weights (0)
+      --when-stale RULE            what becomes of a token that is too old (train)
 
     Engines and trainer must have GPUs of their own. The GPUs are divided anew; memory
     is not considered. It takes about a minute."""
@@ -113,6 +114,8 @@ def describe_plan(config: PlanConfig, plan: Plan) -> Iterator[str]:
         f"--rollout-concurrency {workload.slots} "
         f"--num-engines {workload.num_engines + config.eval_engines}"
     )
+    if config.when_stale != "train" and best.max_staleness:
+        flags += f" --when-stale {config.when_stale}"
     if config.eval_engines:
         flags += f" --eval.engines {config.eval_engines}"
     yield f"give: {flags}"

@@ -2,6 +2,7 @@
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from invrl.buffer.config import WhenStale
 from invrl.types.section import Section
 
 
@@ -31,4 +32,7 @@ class PlanConfig(Section):
     )
     update_s: NonNegativeFloat = Field(
         0.0, description="seconds from the end of training to the engines' new weights"
+    )
+    when_stale: WhenStale = Field(
+        "train", description="what becomes of a token that is too old, as in a run"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from invrl.buffer.config import Admission, BufferConfig
+from invrl.buffer.config import Admission, BufferConfig, WhenStale
 from invrl.observe.sinks.sinks import Sink
 from invrl.run.plan.config import PlanConfig
 from invrl.run.plan.jumping_clock import run_jumping
@@ -91,7 +91,12 @@ def present_workload(config: PlanConfig, lengths: Lengths | None = None) -> Work
 def make_plan(config: PlanConfig, lengths: Lengths | None = None) -> Plan:
     """Plan with the present number of GPUs."""
     workload, trainer_gpus = best_split(config, lengths)
-    estimates = [estimate(workload, *mode) for mode in MODES]
+    rule = config.when_stale
+    estimates = [
+        estimate(workload, max_staleness, admission, when_stale=rule)
+        for max_staleness, admission in MODES
+        if not (rule == "wait" and admission == "ready")  # a run refuses both together
+    ]
     return Plan(workload=workload, trainer_gpus=trainer_gpus, estimates=estimates)
 
 
@@ -137,13 +142,18 @@ def with_enough_slots(workload: Workload) -> Workload:
 
 
 def estimate(
-    workload: Workload, max_staleness: int, admission: Admission = "groups"
+    workload: Workload,
+    max_staleness: int,
+    admission: Admission = "groups",
+    *,
+    when_stale: WhenStale = "train",
 ) -> Estimate:
     """Measure a virtual run."""
     config = BufferConfig.model_validate(
         {
             "max_staleness": max_staleness,
             "admission": admission,
+            "when_stale": when_stale,
             "group_filter": "none",
         }
     )

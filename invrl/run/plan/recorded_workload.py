@@ -32,6 +32,9 @@ def read_run(folder: RunFolder) -> tuple[PlanConfig, RecordedLengths]:
         reason = "its engines and its trainer share GPUs, and cannot work side by side"
         raise _unusable(folder, reason)
     rows = [row for row in read_metrics(folder.metrics_path) if row.get("time/train_s")]
+    if any(row.get("time/gpu_turn_s") is not None for row in rows):
+        reason = "its engines and its trainer took turns on a GPU, and cannot work side by side"
+        raise _unusable(folder, reason)
     if not rows:
         raise _unusable(folder, "it has made no training step")
     check_store(folder.store_path)
@@ -59,7 +62,7 @@ def recorded_workload(
     ]
     training_s = _median(rows, "time/train_s")
     waits_s = _median(rows, "time/rollout_s")
-    rates: dict[str, float] = {
+    rates: dict[str, object] = {
         "length_mean": statistics.fmean(rollout.sampled_tokens for rollout in rollouts),
         "rollout_batch_size": config.rollout.rollout_batch_size,
         "n_samples_per_prompt": group_size,
@@ -71,6 +74,7 @@ def recorded_workload(
         "request_s": request_s,
         "training_s": training_s,
         "update_s": max(0.0, _median(rows, "time/step_s") - waits_s - training_s),
+        "when_stale": config.buffer.when_stale,
     }
     return PlanConfig.model_validate(rates), RecordedLengths(groups)
 
