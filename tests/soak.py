@@ -422,7 +422,9 @@ def main(arguments: Sequence[str]) -> None:
         arguments, ["--minutes", "--faults", "--kinds", "--out"]
     )
     minutes = _read_positive("--minutes", options.get("--minutes", "30"))
-    num_faults = _read_positive("--faults", options.get("--faults", "1000000"))
+    num_faults = math.inf
+    if "--faults" in options:
+        num_faults = _read_positive("--faults", options["--faults"])
     kinds = _read_kinds(options.get("--kinds", ",".join(KINDS)))
     config = checked_configuration(flags, command="train")
     folder = make_run_folder(config)  # the drivers that the run starts hold it

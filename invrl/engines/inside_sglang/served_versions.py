@@ -3,9 +3,8 @@
 A request gets the newest version when it arrives, and keeps it until it ends. A version
 is unloaded by the first load that finds no request of it, neither here nor in SGLang: a
 request whose client has left may still be running there, and an unload under it would
-kill the engine. A load that finds the engine full ends
-the requests of the oldest version with an abort. The gateway continues them, and they
-get the newest version.
+kill the engine. A load that finds the engine full ends the requests of the oldest
+version with an abort. The gateway continues them, and they get the newest version.
 
 Pure over `Adapters`. Use from one event loop.
 """
