@@ -47,7 +47,10 @@ def by_threads(
 
     def work_on(batch: list[Named]) -> Checksums:
         with torch.inference_mode(in_inference_mode):  # inference mode is per thread
-            return {name: work(name, tensor) for name, tensor in batch}
+            values = {name: work(name, tensor) for name, tensor in batch}
+        # The pool keeps the list until after the callback, which lets the next begin.
+        batch.clear()
+        return values
 
     free_threads = threading.Semaphore(num_threads)
     results: list[Future[Checksums]] = []
