@@ -317,7 +317,7 @@ def judge(
     stored = {turn.id: turn for turn in turns}
     seen: dict[str, list[Generation]] = {}
     for generation in wire:
-        rid, _, _ = generation.rid.partition("-again-")
+        _, rid = _attempt_at(generation.rid)
         seen.setdefault(rid, []).append(generation)
     passed = {rid: _joined(segments) for rid, segments in seen.items()}
     for turn in stored.values():
@@ -556,12 +556,18 @@ def _path(turn: StoredTurn, stored: Mapping[str, StoredTurn]) -> list[StoredTurn
     return path[::-1]
 
 
+def _attempt_at(rid: str) -> tuple[int, str]:
+    """The number of the attempt and the turn's id."""
+    if not rid.startswith("again-"):
+        return 0, rid
+    _, number, turn_id = rid.split("-", 2)
+    return int(number), turn_id
+
+
 def _joined(segments: Sequence[Generation]) -> Generation:
     """The requests of one turn as one. Each prompt says how many tokens before it were
     kept."""
-    ordered = sorted(
-        segments, key=lambda one: int(one.rid.partition("-again-")[2] or 0)
-    )
+    ordered = sorted(segments, key=lambda one: _attempt_at(one.rid))
     first, *later = ordered
     whole = first
     for segment in later:

@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,7 +50,7 @@ async def sampled(
     new: int = 64,
 ) -> tuple[list[int], NDArray[np.float32]]:
     request = GenerateRequest(
-        rid=f"constrained-{number}-{temperature}",
+        rid=f"constrained-{number}-{secrets.token_hex(8)}",
         input_ids_T=np.array(PROMPT, np.int32),
         sampling=Sampling(temperature=temperature, max_new_tokens=new),
         extra_sampling=extra,

@@ -31,6 +31,7 @@ from invrl.engines.inside_sglang.engine_routes import NAME_PATH, PAUSE_PATH
 from invrl.engines.launch.engine_launcher import Engine
 from invrl.engines.launch.engine_server import EngineServer
 from invrl.errors import ServerError, SessionError
+from invrl.gateway.turns.continuation import Segments
 from invrl.host.output.log_lines import LogSettings
 from invrl.host.processes.fork_parent import ForkParent
 from invrl.types.sessions import Sampling
@@ -177,6 +178,18 @@ async def test_closing_a_stream_ends_the_generation(engine: Engine) -> None:
             return await engine.client.flush_cache()  # refused while a request runs
         except ServerError:
             assert attempt < 19
+
+
+async def test_continuation_outlives_the_abort_of_the_request_before_it(
+    engine: Engine,
+) -> None:
+    """SGLang looks for the client of a request that has closed its connection, and
+    aborts the request when it sees so: here after the continuation has begun."""
+    asked = request([1, 2, 3], new=1900, ignore_eos=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(generate(engine.client, asked), 0.5)
+    whole = await generate(engine.client, Segments(asked).restart())
+    assert len(whole.ids_T) == 1900
 
 
 @pytest.mark.parametrize(

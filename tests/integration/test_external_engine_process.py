@@ -141,7 +141,7 @@ async def held(fleet: Fleet, name: str) -> object:
 
 def request() -> GenerateRequest:
     return GenerateRequest(
-        rid="r",
+        rid=f"external-{np.random.randint(1 << 40)}",
         input_ids_T=np.array([1, 30], np.int32),
         sampling=Sampling(max_new_tokens=4),
     )

@@ -184,7 +184,7 @@ async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
     async with client:
         for number, context in enumerate(PROMPTS):
             request = GenerateRequest(
-                rid=f"experts-{number}",
+                rid=f"experts-{number}-{np.random.randint(1 << 40)}",
                 input_ids_T=np.array([*path, *context], np.int32),
                 sampling=Sampling(max_new_tokens=12),
                 ignore_eos=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -75,17 +76,19 @@ def test_next_request_has_the_sampled_tokens_and_the_rest_of_the_budget():
     assert following.sampling.max_new_tokens == 5
     assert following.path_tokens == 3
     assert following.stop_token_ids == (END,)
-    assert following.rid == "turn-1-again-1"
+    assert following.rid == "again-1-turn-1"
 
 
-def test_every_request_has_an_id_that_no_engine_knows():
+def test_no_id_of_a_request_begins_with_that_of_another():
+    """SGLang aborts by the beginning of an id."""
     segments = broken_off([30])
     rids = ["turn-1"]
-    for _ in range(3):
+    for _ in range(11):
         following = after(segments)
         assert isinstance(following, GenerateRequest)
         rids.append(following.rid)
-    assert len(set(rids)) == 4
+    for one, other in itertools.permutations(rids, 2):
+        assert not other.startswith(one)
 
 
 def test_before_the_first_token_the_request_is_sent_again():

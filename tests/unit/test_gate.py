@@ -385,7 +385,7 @@ def test_session_that_samples_already_is_not_held() -> None:
 def test_further_attempt_at_a_turn_does_not_wait_again() -> None:
     gated = Gated(hold_all, max_hold_s=10.0)
     first = request_of("a")
-    again = msgspec.structs.replace(first, rid=f"{first.rid}-again-1")
+    again = msgspec.structs.replace(first, rid=f"again-1-{first.rid}")
 
     async def work() -> None:
         await generate(gated.sampler, first)

@@ -110,7 +110,7 @@ async def test_a_hundred_engines_die_and_no_turn_and_no_token_that_came_is_lost(
     def script(prompt: Sequence[int]) -> Sequence[int]:
         nonlocal death
         ids = reply(prompt)
-        if engine.requests[-1]["rid"].count("-again-") == 0:
+        if not engine.requests[-1]["rid"].startswith("again-"):
             last = min(len(ids), 64)
             death = source.randint(1, last)
             engine.holds = EngineDeaths(engine, death)

@@ -122,7 +122,7 @@ class Gate:
         Yields the request to send. Another attempt at the same turn does not wait."""
         session_id = request.routing_key
         place = self._places.setdefault(session_id, _Place())
-        if place.turn_id is None or not request.rid.startswith(place.turn_id):
+        if place.turn_id is None or not request.rid.endswith(place.turn_id):
             plan = await self._wait(place, len(request.input_ids_T))
             place.turn_id = request.rid
             place.waiting_since = None

@@ -145,9 +145,14 @@ class Segments:
 
     def _next_request(self) -> GenerateRequest:
         """Return the request that continues the tokens so far, with an id that no
-        engine knows."""
+        engine knows.
+
+        No id of a turn's requests begins with another: SGLang ends every request whose
+        id begins with the one that is aborted, and it aborts the request before this
+        one when it sees, seconds later, that its connection is closed.
+        """
         request = self._request
-        rid = f"{request.rid}-again-{self._num_requests}"
+        rid = f"again-{self._num_requests}-{request.rid}"
         self._num_requests += 1
         rest = request.sampling.max_new_tokens - len(self._ids)
         return msgspec.structs.replace(
