@@ -41,6 +41,10 @@ WHERE finished.session_id IS NULL""",
     "trained sessions without a turn": """
 SELECT 1 FROM trained JOIN finished USING (group_id, "index", attempt)
 WHERE NOT EXISTS (SELECT 1 FROM turns WHERE turns.session_id = finished.session_id)""",
+    "continued turns whose segments are not their tokens": """
+SELECT 1 FROM turn_segments JOIN turns ON turns.id = turn_segments.turn_id
+GROUP BY turn_id
+HAVING MIN(start) <> 0 OR SUM("end" - start) <> LENGTH(sampled_ids) / 4""",
     "outcomes of which no ledger knows": """
 SELECT 1 FROM outbox JOIN sessions ON sessions.id = outbox.session_id
 WHERE sessions.purpose = 'train' AND NOT EXISTS (
@@ -55,9 +59,10 @@ _COUNTS = {
     "sessions_trained": """
 SELECT COUNT(DISTINCT finished.session_id)
 FROM trained JOIN finished USING (group_id, "index", attempt)""",
+    "turns_continued": "SELECT COUNT(DISTINCT turn_id) FROM turn_segments WHERE start > 0",
     "turns_moved_to_another_engine": """
-SELECT COALESCE(SUM(json_extract(CAST(outcome AS TEXT), '$.counts.moved')), 0)
-FROM outbox""",
+SELECT COUNT(*) FROM (
+  SELECT 1 FROM turn_segments GROUP BY turn_id HAVING COUNT(DISTINCT engine) > 1)""",
 }
 
 

@@ -28,6 +28,7 @@ def test_run_without_a_fault_is_counted(tmp_path: Path) -> None:
     assert check_exactly_once(record(tmp_path)) == {
         "batches_trained": 1,
         "sessions_trained": 2,
+        "turns_continued": 0,
         "turns_moved_to_another_engine": 0,
         "dropped_incomplete": 1,
     }
@@ -62,6 +63,10 @@ def test_run_without_a_fault_is_counted(tmp_path: Path) -> None:
         (
             "DELETE FROM turns WHERE session_id = (SELECT id FROM sessions WHERE group_id = 'g1')",
             "1 trained sessions without a turn",
+        ),
+        (
+            "INSERT INTO turn_segments SELECT id, 0, 99, 'engine-0' FROM turns LIMIT 1",
+            "1 continued turns whose segments are not their tokens",
         ),
         (
             "DELETE FROM ledger WHERE group_id = 'g2'",

@@ -231,7 +231,9 @@ def test_rollouts_of_a_run_predict_its_steps() -> None:
     assert estimate(read, 1).step_s == pytest.approx(seconds / num_steps, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["synchronous_short", "staleness_1_two_engines"])
+@pytest.mark.parametrize(
+    "name", ["synchronous_short", "staleness_1_two_engines", "staleness_2_ready"]
+)
 def test_plan_of_a_real_run_takes_as_long_as_the_run(name: str) -> None:
     planned = planned_step(RUNS / f"{name}.json")
     assert abs(planned.error) < TOLERANCE
