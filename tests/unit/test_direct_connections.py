@@ -110,9 +110,10 @@ def test_grpc_reaches_this_machine_also_with_a_list_of_its_own(
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         channel = grpc.insecure_channel(f"127.0.0.1:{server.getsockname()[1]}")
-        grpc.channel_ready_future(channel)  # begins to connect
+        call = channel.unary_unary("/any/call").future(b"", timeout=60)  # connects
         connection, _ = server.accept()
         connection.close()
+        call.cancel()
         channel.close()
 
 
