@@ -124,6 +124,17 @@ def codex() -> Path:
     return npm("codex", CODEX) / ".bin/codex"
 
 
+def _codex_sandbox(folder: Path) -> Path:
+    """A folder for PATH in which Codex finds its sandbox: with a system's bubblewrap
+    before 0.9 it starts it by this name."""
+    programs = codex().parent.parent.glob("@openai/codex-*/vendor/*/bin/codex")
+    named = folder / "bin/codex-linux-sandbox"
+    named.parent.mkdir(exist_ok=True)
+    named.unlink(missing_ok=True)
+    named.symlink_to(next(programs))
+    return named.parent
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """What a program left."""
@@ -252,7 +263,11 @@ async def run_codex(
         for part in ("-c", f"{name}={json.dumps(value)}")
     ]
     command += ["--output-last-message", str(folder / "last.txt"), task]
-    env = {"INVRL_KEY": session["key"], "CODEX_HOME": str(folder / "codex")}
+    env = {
+        "INVRL_KEY": session["key"],
+        "CODEX_HOME": str(folder / "codex"),
+        "PATH": f"{_codex_sandbox(folder)}:{os.environ['PATH']}",
+    }
     return await run_program(command, folder=folder, cwd=folder / "work", env=env)
 
 
