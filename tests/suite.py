@@ -3,7 +3,7 @@ files when they are done with theirs, what they do meanwhile, and what they came
 
 python tests/suite.py        the quick tests
 python tests/suite.py --all  all tests; writes `tests/suite.json`, by which the longest files come first
-python tests/suite.py --workers N  with so many workers
+python tests/suite.py --workers N  with so many workers; else by how busy the machine is
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,10 @@ TOGETHER = (
 """Fixtures of a session that take long to start (a run, an engine, a Ray, trainer
 ranks), each of which one worker shall start alone. A file goes with the first of them
 that it names."""
-NUM_WORKERS = 3
+_QUIET_WORKERS = 3
 """For two cores: many tests wait, for a process that starts or a time that passes."""
+_BUSY_WORKERS = 5
+"""Beside other programs each worker gets less of a core."""
 _UNKNOWN_S = 2.0
 """Of a file that no record has."""
 _SHORTEST_PART_S = 20.0
@@ -279,7 +282,18 @@ class Worker:
         return failed
 
 
-def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
+def choose_num_workers() -> int:
+    """Look for a second at how many threads want a core."""
+    counts: list[int] = []
+    for _ in range(20):
+        time.sleep(0.05)
+        text = Path("/proc/stat").read_text(encoding="ascii")
+        counts.append(int(text.partition("procs_running ")[2].split()[0]) - 1)
+    is_busy = statistics.mean(counts) > (os.cpu_count() or 1)
+    return _BUSY_WORKERS if is_busy else _QUIET_WORKERS
+
+
+def run(*, with_slow: bool, num_workers: int) -> int:
     """Runs all workers and prints what happens. Returns the exit code."""
     began = time.monotonic()
     seconds_by_file = _seconds_by_file(_recorded(), with_slow=with_slow)
@@ -421,9 +435,10 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--workers", type=int, default=NUM_WORKERS)
+    parser.add_argument("--workers", type=int)
     given = parser.parse_args(arguments)
-    return run(with_slow=given.all, num_workers=given.workers)
+    num_workers = given.workers or choose_num_workers()
+    return run(with_slow=given.all, num_workers=num_workers)
 
 
 if __name__ == "__main__":
