@@ -41,7 +41,7 @@ ranks), each of which one worker shall start alone. A file goes with the first o
 that it names."""
 _QUIET_WORKERS = 3
 """For two cores: many tests wait, for a process that starts or a time that passes."""
-_BUSY_WORKERS = 5
+_BUSY_WORKERS = 6
 """Beside other programs each worker gets less of a core."""
 _UNKNOWN_S = 2.0
 """Of a file that no record has."""
