@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from invrl.gateway.turns.forest import Forest
-from invrl.gateway.turns.fork_changes import (
+from invrl.gateway.turns.matching.forest import Forest
+from invrl.gateway.turns.matching.fork_changes import (
     advice,
     common_items,
     message_change,
