@@ -24,7 +24,7 @@ from invrl.datasets.recorded_rows import INEXACT
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.observe.samples.best_samples import (
     Wanted,
     candidates_for_pairs,
@@ -72,7 +72,7 @@ def export_rollouts(arguments: Sequence[str]) -> None:
     folder = read_run_folder(arguments)
     options = read_export_options(arguments[1:])
     report = export_data(folder, options, lambda text: print(text, file=sys.stderr))
-    print(for_stdout(describe_export(report, options)))
+    print(printable(describe_export(report, options)))
 
 
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
