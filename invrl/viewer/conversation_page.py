@@ -8,7 +8,7 @@ as markup.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,16 +55,14 @@ _TURN_FIELDS = (
     "finish_reason",
     "spans",
     "delivered",
-    "trainable",
     "temperature",
-    "prompt_tokens",
     "cached_tokens",
     "started_at",
     "finished_at",
     "constrained",
 )
 """Fields of `Turn` that the page shows as they are."""
-_ENTRY_FIELDS = ("sequence", "state", "reason", "failure", "detail", "batch_id")
+_ENTRY_FIELDS = ("state", "reason", "failure", "detail")
 """Fields of `LedgerEntry` that the page shows as they are."""
 _UNTRAINED_STATES = {
     "dropped": "the rollout was dropped: {reason}",
@@ -235,8 +233,7 @@ class _DetailReader:
             "tools": self._tools_number(tools),
             "context_tokens": len(turn.context_ids_T),
             "sampled_tokens": len(turn.sampled_ids_T),
-            "logprob_mean": _over_tokens(np.mean, turn.logprobs_T),
-            "logprob_min": _over_tokens(np.min, turn.logprobs_T),
+            "logprob_mean": _mean(turn.logprobs_T),
         }
 
     def _tools_number(self, tools: bytes) -> int | None:
@@ -501,7 +498,5 @@ def _message_row(message: Message, *, full: bool) -> Row:
     }
 
 
-def _over_tokens(
-    reduce: Callable[[np.ndarray], np.floating], logprobs_T: np.ndarray
-) -> float | None:
-    return float(reduce(logprobs_T)) if len(logprobs_T) else None
+def _mean(logprobs_T: np.ndarray) -> float | None:
+    return float(logprobs_T.mean()) if len(logprobs_T) else None

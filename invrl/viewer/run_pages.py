@@ -21,7 +21,6 @@ from invrl.buffer.ledger.ledger_store import (
 )
 from invrl.errors import (
     BufferStateError,
-    ConfigError,
     DamagedFileError,
     RunStoreError,
 )
@@ -293,33 +292,19 @@ def _lost_counts(db: Any, incarnations: Sequence[Incarnation]) -> dict[int, int]
     return counts
 
 
-def timeline_page(run: ViewedRun, after: float) -> Row:
-    """Return the spans that end after `after` (Unix seconds)."""
+def timeline_page(run: ViewedRun) -> Row:
+    """Return the run's spans over time, and the samples of its processes."""
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
     if run.folder.is_worked_in() and phase:
-        now = {"phase": phase.name, "step": phase.step, "since": phase.since}
+        now = {"phase": phase.name, "step": phase.step}
     return {
         "starts": timeline.starts,
-        "spans": [span for span in timeline.spans if span.end >= after],
+        "spans": timeline.spans,
+        "samples": timeline.samples,
         "now": now,
     }
-
-
-def engines_page(run: ViewedRun, after: float) -> Row:
-    """Return the samples of the processes after `after` (Unix seconds)."""
-    timeline = read_timeline(run.folder.path)
-    samples = [sample for sample in timeline.samples if sample.time >= after]
-    return {"recorded": bool(timeline.samples), "samples": samples}
-
-
-def _after(parameters: Parameters) -> float:
-    text = next(iter(parameters.get("after", ())), "") or "0"
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError("after", text, "not a number", "give Unix seconds") from None
 
 
 # ----------------------------------------------------------------- all of one run
@@ -344,8 +329,7 @@ def _indexed(query: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPag
 
 
 RUN_PAGES: Mapping[str, RunPage] = {
-    "timeline": lambda run, parameters, _: timeline_page(run, _after(parameters)),
-    "engines": lambda run, parameters, _: engines_page(run, _after(parameters)),
+    "timeline": lambda run, *_: timeline_page(run),
     "weights": lambda run, *_: weights_page(run),
     "evaluations": lambda run, _, page: evaluations_page(run, page),
     "ledger": lambda run, *_: ledger_page(run),

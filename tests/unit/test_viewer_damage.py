@@ -222,7 +222,7 @@ def test_run_without_a_store_shows_its_other_files(tmp_path: Path) -> None:
     }
     [update] = weights_page(run)["updates"]
     assert update["seconds"] == {"load": 2.0}
-    assert timeline_page(run, 0.0)["spans"] == []
+    assert timeline_page(run)["spans"] == []
 
 
 def test_half_written_metrics_line_is_read_once_complete(tmp_path: Path) -> None:
