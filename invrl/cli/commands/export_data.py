@@ -20,7 +20,7 @@ from invrl.cli.arguments import (
     read_run_folder,
     read_whole,
 )
-from invrl.datasets.recorded_rows import INEXACT
+from invrl.datasets.recorded_rows import Fidelity
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
@@ -201,7 +201,7 @@ def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
         f"{count} rollouts: {reason}" for reason, count in left_out.most_common()
     )
     fix = "ask for less with --min-reward or --steps, or see the rollouts with `invrl samples RUN --step all`"
-    if any(reason in left_out for reason in INEXACT):
+    if Fidelity.OTHER_TEXT in left_out:
         fix = f"--inexact writes rows that the template writes otherwise too; or {fix}"
     if report.refusals:
         reasons += f" (refused: {report.refusals.most_common(1)[0][0]})"
