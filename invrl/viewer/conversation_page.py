@@ -323,9 +323,8 @@ def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs 
     recorded."""
     try:
         top = store.top_logprobs(turn.id)
-    except (sqlite3.OperationalError, ValueError) as error:
-        if "no such table" not in str(error):  # a store from before they were recorded
-            notes.append(f"the likeliest tokens of the turn cannot be read: {error}")
+    except ValueError as error:
+        notes.append(f"the likeliest tokens of the turn cannot be read: {error}")
         return None
     if top is not None and len(top) != len(turn.sampled_ids_T):
         notes.append(

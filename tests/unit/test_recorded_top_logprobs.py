@@ -23,7 +23,6 @@ from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.row_checksums import top_item
 from invrl.store.rows import top_from_row, top_values
-from invrl.store.schema import connect
 from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.packing import pack
 from invrl.train.parallel.context_share import ContextShare
@@ -191,16 +190,6 @@ def test_top_logprobs_are_read_back_from_the_store_bit_for_bit() -> None:
     assert read.ids_TK.shape == (2, 2)
     none = top_from_row(top_values("turn-2", TopLogprobs.none(0, K)))
     assert none.ids_TK.shape == (0, K)
-
-
-def test_store_without_the_top_logprobs_table_gets_the_table(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    db = connect(path)
-    db.execute("DROP TABLE top_logprobs")
-    db.close()
-    db = connect(path)
-    assert db.execute("SELECT COUNT(*) FROM top_logprobs").fetchone() == (0,)
-    db.close()
 
 
 def sample_with(top: TopLogprobs | None, number: int, tokens: list[int]) -> TrainSample:

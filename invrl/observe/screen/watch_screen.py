@@ -104,8 +104,7 @@ def _phase_now(status: RunStatus, *, now: float) -> str:
     text = f"now: {phase.name}"
     if phase.step:
         text += f", step {phase.step}"
-    if phase.since is not None:
-        text += f", for {duration(max(0.0, now - phase.since))}"
+    text += f", for {duration(max(0.0, now - phase.since))}"
     waits = waited_for(phase.name)
     if waits:
         text += f"; waits for {'the ' if waits != 'rollouts' else ''}{waits}"
@@ -144,7 +143,7 @@ def _reward(status: RunStatus, size: ConsoleDimensions) -> list[RenderableType]:
 def _reward_limits(
     rows: Sequence[MetricsRow], rewards: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the range of single rewards; for an older run, of their means."""
+    """Return the range of single rewards."""
     _, lowest = curve(rows, REWARD_MIN)
     _, highest = curve(rows, REWARD_MAX)
     low = min([*lowest, *rewards])
