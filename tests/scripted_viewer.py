@@ -431,9 +431,7 @@ class ScriptedViewer:
             runs = [run["id"] for run in self.runs]
             return {
                 "names": [
-                    {"name": n, "runs": runs, "count": 8, "last": 1.0}
-                    for n in names
-                    if text in n
+                    {"name": n, "runs": runs, "last": 1.0} for n in names if text in n
                 ]
             }
         if name == "metrics":
@@ -632,7 +630,6 @@ class ScriptedViewer:
         ]
         return {
             "updates": updates,
-            "incarnations": self._ledger()["incarnations"],
             "engines": {"fleet/engines": [[1, 0.0, 2.0]]},
         }
 

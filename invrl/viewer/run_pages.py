@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,6 @@ from invrl.buffer.ledger.ledger_store import (
 )
 from invrl.errors import (
     BufferStateError,
-    DamagedFileError,
     RunStoreError,
 )
 from invrl.observe.metrics.metrics_table import Point
@@ -86,7 +85,10 @@ def ledger_page(run: ViewedRun) -> Row:
     for state, reason, failure, _, count in places:
         counts[state, reason, failure] += count
     return {
-        "incarnations": _incarnation_rows(incarnations, lost),
+        "incarnations": [
+            {**asdict(incarnation), "lost": lost[incarnation.number]}
+            for incarnation in incarnations
+        ],
         "counts": [
             {"state": state, "reason": reason, "failure": failure, "count": count}
             for (state, reason, failure), count in counts.most_common()
@@ -114,15 +116,6 @@ def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
     if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
         return True
     return has_ended and ends == 0
-
-
-def _incarnation_rows(
-    incarnations: Iterable[Incarnation], lost: Mapping[int, int]
-) -> list[Row]:
-    return [
-        {**asdict(incarnation), "lost": lost.get(incarnation.number, 0)}
-        for incarnation in incarnations
-    ]
 
 
 def _failures(run: ViewedRun) -> list[Row]:
@@ -236,8 +229,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def weights_page(run: ViewedRun) -> Row:
-    """Return the updates of the engines' weights, the run's incarnations, and the
-    metrics of the engines."""
+    """Return the updates of the engines' weights, and the metrics of the engines."""
     names = run.metrics.names()
     updates: dict[int, Row] = {}
     for name, points in run.metrics.series(
@@ -263,20 +255,11 @@ def weights_page(run: ViewedRun) -> Row:
                 update["version"] = None if value is None else int(value)
             elif measure in update:
                 update[measure] = value
-    incarnations: list[Row] = []
-    try:
-        with run.store.reading() as db:
-            found = incarnations_in(db)
-            lost = _lost_counts(db, found)
-        incarnations = _incarnation_rows(found, lost)
-    except (DamagedFileError, RunStoreError):
-        pass  # the run's notes say why
     engines = run.metrics.series(
         name for name in names if name.startswith(("engine", "fleet"))
     )
     return {
         "updates": [updates[step] for step in sorted(updates)],
-        "incarnations": incarnations,
         "engines": engines,
     }
 
@@ -374,14 +357,11 @@ def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
     """Return every name that contains `text`, with the runs that have it."""
     rows: dict[str, Row] = {}
     for run in runs:
-        for name, (count, last) in run.metrics.names().items():
+        for name, last in run.metrics.names().items():
             if text.lower() not in name.lower():
                 continue
-            row = rows.setdefault(
-                name, {"name": name, "runs": [], "count": 0, "last": last}
-            )
+            row = rows.setdefault(name, {"name": name, "runs": []})
             row["runs"].append(run.id)
-            row["count"] = max(row["count"], count)
             row["last"] = last
     return {"names": [rows[name] for name in sorted(rows)]}
 
