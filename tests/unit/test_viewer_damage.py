@@ -34,7 +34,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from indexed_run import session_ids, refreshed
-from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.conversation_page import rollout_detail
+from invrl.viewer.turn_tokens import turn_tokens
 from invrl.viewer.page_server import runs_page
 from invrl.viewer.run_pages import ledger_page
 from invrl.viewer.viewed_run import open_runs

@@ -26,7 +26,7 @@ from invrl.store.timeline_file import (
 from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_tokens
 from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.types.turns import Segment
-from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.conversation_page import rollout_detail
 from invrl.viewer.page_server import encoded
 from invrl.viewer.rollout_queries import EVERY_ROW
 from invrl.viewer.run_pages import (
@@ -34,6 +34,7 @@ from invrl.viewer.run_pages import (
     evaluations_page,
     timeline_page,
 )
+from invrl.viewer.turn_tokens import turn_tokens
 from invrl.viewer.viewed_run import ViewedRun, open_runs
 
 
