@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,9 +24,6 @@ from invrl.types.turns import Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 from invrl.viewer.turn_tokens import trained_turns
 from invrl.viewer.viewed_run import ViewedRun
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_TEXT = 100_000
 """Characters of one text that are sent unless the full text is requested."""
