@@ -18,7 +18,6 @@ from training_samples_example import rows_of_pair
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.run.incarnations.on_saved_batches import _refuse_missing_top_logprobs
 from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.row_checksums import top_item
@@ -333,18 +332,3 @@ def test_loss_over_top_tokens_needs_a_run_that_records_them() -> None:
 def test_invalid_numbers_of_top_logprobs_are_refused(number: str) -> None:
     with pytest.raises(ConfigError, match="rollout_top_logprobs"):
         resolve(*parse_flags(["--rollout-top-logprobs", number]))
-
-
-def test_saved_batches_without_top_logprobs_are_refused() -> None:
-    flags = [
-        "--debug-train-only",
-        "--load-rollout-data",
-        "/tmp/x",
-        "--policy-loss",
-        "invrl.contrib.simko:SimKO",
-    ]
-    config = resolve(*parse_flags(flags))
-    _refuse_missing_top_logprobs(random_batch([0, K]), config)
-    _refuse_missing_top_logprobs(random_batch([0, 0]), resolve(*parse_flags([])))
-    with pytest.raises(ConfigError, match="batch 3 of the saved batches has none"):
-        _refuse_missing_top_logprobs(random_batch([0, 0]), config)
