@@ -382,6 +382,8 @@ def _setting_place(name: str) -> tuple[str, str]:
     for table, section in SECTIONS.items():
         if name in section.model_fields and setting_name(table, name) == name:
             return table, name
+    if meant_setting(name):
+        return "", name  # what another trainer means by it comes first
     places: list[tuple[str, str]] = []
     for table in (*SECTIONS, *TABLES):
         for key in section_fields(table_model(table) or Section):
