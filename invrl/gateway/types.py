@@ -11,7 +11,7 @@ stay pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Literal
@@ -21,6 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.types.turns import Turn
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from invrl.gateway.turns.matching.conversation_index import ConversationIndex
@@ -24,13 +24,26 @@ from invrl.gateway.turns.matching.fork_changes import (
     reply_calls,
     tools_change,
 )
-from invrl.gateway.turns.matching.message_identity import digests, tools_digest
+from invrl.gateway.turns.matching.message_identity import (
+    digests,
+    is_same_message,
+    tools_digest,
+)
+from invrl.gateway.turns.matching.path_texts import PathTexts, RawPrompt
 from invrl.gateway.turns.matching.recorded_replies import (
     MAX_CANDIDATES,
     RecordedReplies,
 )
 from invrl.gateway.turns.matching.restored_text import is_text_moved
-from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
+from invrl.gateway.types import (
+    Change,
+    Decode,
+    ForkReason,
+    MatchLevel,
+    Message,
+    Node,
+    Tool,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +113,7 @@ class Forest:
         """Turns whose reply was cancelled or out of tokens."""
         self.characters = 0
         """Characters of all messages that the turns add."""
-        self._texts: dict[str, str] = {}
-        """Whole text of each turn's path, for turns without a template."""
+        self._path_texts = PathTexts()
 
     @property
     def size(self) -> int:
@@ -148,64 +160,30 @@ class Forest:
             earlier.add(node)
         return changes
 
-    def match_text(
-        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
-    ) -> tuple[Node | None, int]:
+    def match_text(self, prompt: RawPrompt, decode: Decode) -> tuple[Node | None, int]:
         """Return the node that a prompt without a template continues, and how much of
         the prompt it covers. It is the longest one whose whole text, or ids, the prompt
         begins with."""
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
-            size = self._covered(prompt, node, decode) if node.raw else 0
+            size = self._path_texts.covered(prompt, node, decode) if node.raw else 0
             if size > longest_size:
                 longest = node
                 longest_size = size
         return longest, longest_size
 
-    def interrupted_text(
-        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
-    ) -> int:
+    def interrupted_text(self, prompt: RawPrompt, decode: Decode) -> int:
         """Return how much of a prompt without a template is the text, or the ids, of a
         cancelled turn; 0 if it begins with none. Call it after `match_text`."""
         return max(
             (
-                self._covered(prompt, node, decode)
+                self._path_texts.covered(prompt, node, decode)
                 for node in self._interrupted[-MAX_CANDIDATES:]
                 if node.raw and node.turn.finish_reason == "abort"
             ),
             default=0,
         )
-
-    def _covered(
-        self,
-        prompt: str | tuple[int, ...],
-        node: Node,
-        decode: Callable[[Sequence[int]], str],
-    ) -> int:
-        """Return the size of the node's whole text, or ids, if the prompt begins with
-        it; 0 if not."""
-        # of each node, because those of its children begin with it
-        text = self._node_text(node, decode)
-        if isinstance(prompt, str):
-            return len(text) if prompt.startswith(text) else 0
-        sampled = tuple(node.turn.sampled_ids_T.tolist())
-        size = node.turn.prompt_tokens + len(sampled)
-        same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
-        return size if same_end and prompt[:size] == tuple(node.ids()) else 0
-
-    def _node_text(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the whole text of a node's path. Its parent's must have been requested
-        before."""
-        text = self._texts.get(node.turn.id)
-        if text is None:
-            before = ""
-            if node.parent is not None:
-                before = self._texts[node.parent.turn.id]
-            sampled_text = decode(node.turn.sampled_ids_T.tolist())
-            text = before + node.messages[0].content + sampled_text
-            self._texts[node.turn.id] = text
-        return text
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """Return the deepest node that `messages` continue. If there is a node and a
@@ -437,8 +415,7 @@ class Forest:
             recorded = conversation[position]
             if message.role != "assistant" or message == recorded:
                 continue
-            recorded_digest = digests([recorded], level, tools=node.tools)[-1]
-            if digests([message], level, tools=node.tools)[-1] != recorded_digest:
+            if not is_same_message(recorded, message, level, node.tools):
                 return self._change(position, recorded, message, node.tools)
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from invrl.gateway.turns.matching.message_identity import (
     canonical_json,
-    digests,
+    is_same_message,
     tools_digest,
 )
 from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message, Tool
@@ -206,10 +206,7 @@ def _is_same_reply(
         and reply_calls(recorded) == reply_calls(sent)
     ):
         return True
-    return (
-        digests([recorded], level, tools=tools)[-1]
-        == digests([sent], level, tools=tools)[-1]
-    )
+    return is_same_message(recorded, sent, level, tools)
 
 
 def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
