@@ -20,13 +20,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from invrl.host.processes import guardian
 from invrl.host.processes.process import still_running
 
 _GRACE_S = 30.0
 """For processes that end by themselves once their parent has, such as guardians, which
 also remove files."""
 _WITH_US = re.compile(
-    rf"invrl\.host\.guardian {os.getpid()} |multiprocessing\.(resource_tracker|forkserver)"
+    rf"{re.escape(guardian.__name__)} {os.getpid()} |multiprocessing\.(resource_tracker|forkserver)"
     rf"|torch_shm_manager|wandb-core .*--pid {os.getpid()}"
 )
 """Processes that end right after this one."""

@@ -53,7 +53,6 @@ def run_value(run: str, step: int = 8, state: str = "ended") -> dict[str, Any]:
         "step": step,
         "num_steps": 8,
         "phase": "rollout",
-        "phase_since": None,
         "incarnations": 2,
         "index": index,
         "has": {},
@@ -141,11 +140,9 @@ def _turn(
             {"version": 2, "start": 4, "end": 8},
         ],
         "delivered": True,
-        "trainable": True,
         "trained": number != 1,
         "why_not_trained": "a later branch has it" if number == 1 else "",
         "temperature": 1.0,
-        "prompt_tokens": 6,
         "cached_tokens": 2,
         "context_tokens": 6,
         "sampled_tokens": 8,
@@ -153,7 +150,6 @@ def _turn(
         "finished_at": _START + 1,
         "constrained": False,
         "logprob_mean": -0.5,
-        "logprob_min": -2.0,
         "reward": None,
         "numbers": {},
         "segments": [
@@ -435,9 +431,7 @@ class ScriptedViewer:
             runs = [run["id"] for run in self.runs]
             return {
                 "names": [
-                    {"name": n, "runs": runs, "count": 8, "last": 1.0}
-                    for n in names
-                    if text in n
+                    {"name": n, "runs": runs, "last": 1.0} for n in names if text in n
                 ]
             }
         if name == "metrics":
@@ -636,7 +630,6 @@ class ScriptedViewer:
         ]
         return {
             "updates": updates,
-            "incarnations": self._ledger()["incarnations"],
             "engines": {"fleet/engines": [[1, 0.0, 2.0]]},
         }
 
@@ -663,9 +656,7 @@ class ScriptedViewer:
                     }
                 )
         starts = [{"time": _START + 120, "pid": 1, "step": 4, "restart": True}]
-        return {"starts": starts, "spans": spans, "now": None}
 
-    def _engines(self) -> dict[str, Any]:
         def sample(number: int) -> dict[str, Any]:
             engine = {
                 "name": "engine-0",
@@ -688,7 +679,12 @@ class ScriptedViewer:
                 "memory": {"driver": 2**30, "engine-0": 2**31},
             }
 
-        return {"recorded": True, "samples": [sample(number) for number in range(80)]}
+        return {
+            "starts": starts,
+            "spans": spans,
+            "samples": [sample(number) for number in range(80)],
+            "now": None,
+        }
 
     def _stream(self, request: BaseHTTPRequestHandler) -> None:
         request.send_response(200)

@@ -62,8 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
     "observe",
     "rollout.dispatch.intervals",
-    "gateway.turns.forest",
-    "gateway.turns.fork_changes",
+    "gateway.turns.matching.forest",
+    "gateway.turns.matching.fork_changes",
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

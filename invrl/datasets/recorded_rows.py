@@ -31,14 +31,11 @@ reveals it."""
 
 class Fidelity(StrEnum):
     """Relation of a written row's tokens to the recorded ones. The first two are true
-    to what was sampled; those of `INEXACT` are other texts; the rest is not written."""
+    to what was sampled; the rest after `OTHER_TEXT` is not written."""
 
     SAME_TOKENS = "exactly the ids that were sampled"
     SAME_TEXT = "the text that was sampled, in other ids"
-    CALLS = "the template writes its tool calls in another way than they were sampled"
-    REPLY = "the template writes a reply in another way than it was sampled"
-    CONTEXT = "the template writes another context around its replies"
-    UNENDED = "a reply does not end with the template's end of turn (a stop string)"
+    OTHER_TEXT = "the template writes it in another way than it was sampled"
     CUT = "a reply was cut at its token limit"
     UNFINISHED = "its last reply did not reach the agent, or may not be trained"
     COMPLETIONS = "its prompt is text that no template wraps (completions)"
@@ -47,9 +44,6 @@ class Fidelity(StrEnum):
 
 
 TRUE = frozenset({Fidelity.SAME_TOKENS, Fidelity.SAME_TEXT})
-INEXACT = frozenset(
-    {Fidelity.CALLS, Fidelity.REPLY, Fidelity.CONTEXT, Fidelity.UNENDED}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -263,40 +257,7 @@ def _compare(
             renderer, trajectory.tokens_T, trajectory.trained_T
         ):
             return Fidelity.SAME_TEXT
-    if not _ends_turns(renderer, trajectory):
-        return Fidelity.UNENDED
-    written_replies: list[str] = []
-    for row in written:
-        written_replies += _replies(renderer, row.tokens_T, row.trained_T)
-    recorded_replies = _replies(renderer, trajectory.tokens_T, trajectory.trained_T)
-    for place, of_row, recorded in zip(
-        trajectory.replies, written_replies, recorded_replies, strict=False
-    ):
-        if of_row != recorded:
-            return (
-                Fidelity.CALLS
-                if trajectory.messages[place].tool_calls
-                else Fidelity.REPLY
-            )
-    return Fidelity.CONTEXT
-
-
-def _ends_turns(renderer: Renderer, trajectory: RecordedTrajectory) -> bool:
-    """Whether the last id of each trained stretch ends a turn."""
-    ends = np.flatnonzero(
-        trajectory.trained_T & ~np.append(trajectory.trained_T[1:], False)
-    )
-    return all(
-        renderer.is_closed([token_id])
-        for token_id in trajectory.tokens_T[ends].tolist()
-    )
-
-
-def _replies(
-    renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]
-) -> list[str]:
-    texts = _texts(renderer, tokens_T, trained_T)
-    return [text for text, is_trained in texts if is_trained]
+    return Fidelity.OTHER_TEXT
 
 
 def _texts(

@@ -11,7 +11,7 @@ stay pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Literal
@@ -21,6 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.types.turns import Turn
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +309,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
 
+    @classmethod
+    def of_reply(cls, reply: Message) -> Delta:
+        """Return a whole reply as it was parsed when sampled. Parsed again, in other
+        pieces, the same text might give another result."""
+        calls = tuple(
+            CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
+            for index, call in enumerate(reply.tool_calls)
+        )
+        return cls(content=reply.content, reasoning=reply.reasoning, calls=calls)
+
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
@@ -331,3 +344,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pieces: tuple[Piece, ...]
     stop: str = ""
     """Client's stop string that ended the reply; "" if none did."""
+
+    @classmethod
+    def recorded(cls, node: Node) -> Answer:
+        """Return the answer of a recorded turn, in one piece."""
+        turn = node.turn
+        reply = node.messages[-1]
+        piece = Piece(
+            delta=Delta.of_reply(reply),
+            ids_T=turn.sampled_ids_T,
+            logprobs_T=turn.logprobs_T,
+        )
+        return cls(turn=turn, message=reply, pieces=(piece,), stop=node.stop)

@@ -36,8 +36,7 @@ _MAX_THREADS = 16
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `manifest.json`."""
 
-    format: int = 1
-    """Manifests from before formats were numbered have none."""
+    format: int
     algorithm: str
     files: dict[str, FileEntry]
     """Entries by path relative to the folder, with forward slashes."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.files.private_file import open_private
-from invrl.store.schema import ADDED_TABLES, check_version
+from invrl.store.schema import check_version
 
 _NO_STORE = (
     "a run on a file has no rollouts; another one makes its store when it begins"
@@ -112,11 +112,6 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
         uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
     )
     db.execute("PRAGMA temp_store=MEMORY")
-    # an earlier store lacks them; in the connection's memory they are empty
-    for table, columns in ADDED_TABLES.items():
-        found = db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,))
-        if found.fetchone() is None:
-            db.execute(f"CREATE TEMP TABLE {table} {columns}")
     db.execute("PRAGMA query_only=1")
     return db
 

@@ -2,8 +2,7 @@
 
 SQLite finds a damaged page, not a changed byte inside a value, and a wrong byte of a
 token, a log-prob or a reward is not recognisable. The checksum is xxh3 with 64 bits:
-against chance, not against forgery. A row of an earlier version has none and is read
-unchecked; of one session, either all rows have one or none has.
+against chance, not against forgery.
 """
 
 from collections.abc import Sequence
@@ -49,8 +48,6 @@ def numbers_item(turn_id: str, name: str) -> str:
 def whole_outcome(copies: Sequence[bytes], checksum: bytes | None) -> bytes | None:
     """Return the written outcome, from its copies in `sessions` and `outbox`; None if
     it is unclear. Two of the copies and the checksum must agree."""
-    if checksum is None:
-        return copies[0]
     for copy in copies:
         if row_checksum(copy) == checksum:
             return copy

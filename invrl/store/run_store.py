@@ -214,7 +214,7 @@ class RunStore:
 
     def _whole_rollout(self, session_id: str) -> tuple[Rollout, dict[str, bytes]]:
         """Return the result of `rollout`, and the checksums of what was recorded with
-        its turns, by item: none for a session of an earlier version."""
+        its turns, by item."""
         row = self._db.execute(OUTCOME, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
@@ -227,20 +227,17 @@ class RunStore:
         rows: list[Sequence[Any]] = []
         for member_id in (session_id, *summary.child_rewards):
             rows += self._db.execute(WHOLE_TURNS, (member_id,)).fetchall()
-        untested: dict[str, bytes] = {}
-        if checksum is not None:
-            untested = self._turn_checksums([turn_id for turn_id, *_ in rows])
+        untested = self._turn_checksums([turn_id for turn_id, *_ in rows])
         turns: list[Turn] = []
         for *turn_row, messages, tools_digest in rows:
             turn_id = turn_row[0]
-            if checksum is not None:
-                found = turn_checksum(turn_row, messages, tools_digest)
-                is_marked = untested.pop(delivered_item(turn_id), None) is not None
-                if (
-                    untested.pop(turn_item(turn_id), None) != found
-                    or turn_row[_DELIVERED] != is_marked
-                ):
-                    raise self._damaged(f"turn {turn_id} of session {turn_row[1]}")
+            found = turn_checksum(turn_row, messages, tools_digest)
+            is_marked = untested.pop(delivered_item(turn_id), None) is not None
+            if (
+                untested.pop(turn_item(turn_id), None) != found
+                or turn_row[_DELIVERED] != is_marked
+            ):
+                raise self._damaged(f"turn {turn_id} of session {turn_row[1]}")
             turns.append(turn_from_row(turn_row))
         return Rollout(summary=summary, trajectories=trajectories(turns)), untested
 
@@ -264,10 +261,9 @@ class RunStore:
         whose reward may come from the buffer."""
         rollout, untested = self._whole_rollout(summary.session_id)
         family = [summary.session_id, *summary.child_rewards]
-        has_checksums = bool(untested)
 
         def check(item: str, *values: object) -> None:
-            if has_checksums and untested.pop(item, None) != row_checksum(*values):
+            if untested.pop(item, None) != row_checksum(*values):
                 raise self._damaged(item)
 
         with_tokens = replace(

@@ -2,8 +2,7 @@
 
 The store is one SQLite file. The gateway writes sessions, rewards, turns and the
 outbox; the driver writes leases; the buffer writes the ledger. A file with another
-schema version is refused. A table that earlier stores of this version lack is added on
-opening: an earlier invrl can still read the file, and ignores the table.
+schema version is refused.
 """
 
 import sqlite3
@@ -15,8 +14,7 @@ from invrl.host.files.private_file import make_private, restrict
 HEARTBEAT_TIMEOUT_S = 30.0
 """Default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
 SCHEMA_VERSION = 2
-"""Stored in the file as `PRAGMA user_version`. Files from before there was a version
-have 0."""
+"""Stored in the file as `PRAGMA user_version`."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
@@ -55,42 +53,34 @@ CREATE TABLE IF NOT EXISTS ledger (
   attempt INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, failure TEXT,
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
-"""
-ADDED_TABLES = {
-    # turn_id: '' for numbers of the rollout
-    "numbers": """(
+CREATE TABLE IF NOT EXISTS numbers (
+  -- turn_id: '' for numbers of the rollout
   session_id TEXT NOT NULL, turn_id TEXT NOT NULL, name TEXT NOT NULL, number REAL NOT NULL,
-  PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID""",
-    "token_numbers": """(
-  turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name))""",
-    # int32 and float32, `width` for each sampled token
-    "top_logprobs": """(
-  turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL)""",
-    # of sessions that are open or wait for their reward: lived seconds of their gateway
-    # worker
-    "session_times": """(
-  session_id TEXT PRIMARY KEY, opened REAL NOT NULL, reward_deadline REAL) WITHOUT ROWID""",
-    # item: what the checksum is of, see `row_checksums.py`
-    "checksums": """(
-  item TEXT PRIMARY KEY, checksum BLOB NOT NULL) WITHOUT ROWID""",
-    # the client's stop strings that ended replies: they decide which turn a later
-    # request continues, never what is trained of one
-    "matched_stops": """(
-  turn_id TEXT PRIMARY KEY, stop TEXT NOT NULL) WITHOUT ROWID""",
-    # rows only for turns that more than one request to an engine sampled; engine: NULL if
-    # it has no name. Training reads the versions of tokens (`turns.spans`), not these
-    "turn_segments": """(
+  PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS token_numbers (
+  turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name));
+CREATE TABLE IF NOT EXISTS top_logprobs (
+  -- int32 and float32, `width` for each sampled token
+  turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS session_times (
+  -- of sessions that are open or wait for their reward: lived seconds of their gateway worker
+  session_id TEXT PRIMARY KEY, opened REAL NOT NULL, reward_deadline REAL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS checksums (
+  -- item: what the checksum is of, see `row_checksums.py`
+  item TEXT PRIMARY KEY, checksum BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS matched_stops (
+  -- the client's stop strings that ended replies: they decide which turn a later request
+  -- continues, never what is trained of one
+  turn_id TEXT PRIMARY KEY, stop TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turn_segments (
+  -- rows only for turns that more than one request to an engine sampled; engine: NULL if it
+  -- has no name. Training reads the versions of tokens (`turns.spans`), not these
   turn_id TEXT NOT NULL, start INTEGER NOT NULL, "end" INTEGER NOT NULL, engine TEXT,
-  PRIMARY KEY (turn_id, start)) WITHOUT ROWID""",
-    # hexadecimal digits; rows only with OpenTelemetry
-    "turn_traces": """(
-  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",
-}
-"""Tables that earlier stores of this version do not have, with their columns."""
-_ADDED = " ".join(
-    f"CREATE TABLE IF NOT EXISTS {name} {columns};"
-    for name, columns in ADDED_TABLES.items()
-)
+  PRIMARY KEY (turn_id, start)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turn_traces (
+  -- hexadecimal digits; rows only with OpenTelemetry
+  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID;
+"""
 
 
 def busy_timeout_s(heartbeat_timeout_s: float) -> float:
@@ -109,8 +99,7 @@ def connect(
     `busy_timeout_s`. Raises DamagedFileError for a store of another version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # SQLite gives its log and its index the same mode
-    # The process that closes the store last removes these two. They may be left by an
-    # earlier version.
+    # The process that closes the store last removes these two. A killed one leaves them.
     for ending in ("-wal", "-shm"):
         restrict(path.with_name(path.name + ending))
     timeout_s = busy_timeout_s(heartbeat_timeout_s)
@@ -122,21 +111,12 @@ def connect(
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not has_tables:
-            schema = f"{_SCHEMA} {_ADDED} PRAGMA user_version={SCHEMA_VERSION};"
+            schema = f"{_SCHEMA} PRAGMA user_version={SCHEMA_VERSION};"
             db.executescript(f"BEGIN IMMEDIATE; {schema} COMMIT;")
-        elif _lacks_added_tables(db):
-            db.executescript(f"BEGIN IMMEDIATE; {_ADDED} COMMIT;")
     except BaseException:
         db.close()
         raise
     return db
-
-
-def _lacks_added_tables(db: sqlite3.Connection) -> bool:
-    marks = ",".join("?" * len(ADDED_TABLES))
-    sql = f"SELECT COUNT(*) FROM sqlite_master WHERE type='table' AND name IN ({marks})"
-    (num_tables,) = db.execute(sql, tuple(ADDED_TABLES)).fetchone()
-    return num_tables < len(ADDED_TABLES)
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> bool:

@@ -1,5 +1,5 @@
 """One rollout in full, as the page shows it: the messages of each turn, the reasons for
-forks and untrained turns, the ledger's entries, and the tokens of a turn.
+forks and untrained turns, and the ledger's entries.
 
 The texts are hostile: they are sent unchanged as JSON, and the page never parses them
 as markup.
@@ -8,8 +8,8 @@ as markup.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,22 +19,14 @@ from invrl.errors import RunStoreError
 from invrl.gateway.types import ADVICE, ForkReason, Message
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
-from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
 from invrl.types.rollouts import FailedRollout, RolloutSummary
-from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.types.turns import Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
+from invrl.viewer.turn_tokens import trained_turns
 from invrl.viewer.viewed_run import ViewedRun
-
-if TYPE_CHECKING:
-    from invrl.store.tokenizer_folder import TokenReader
 
 _MAX_TEXT = 100_000
 """Characters of one text that are sent unless the full text is requested."""
-_MAX_CONTEXT = 4_000
-"""Context ids of one turn that are sent unless all are requested."""
-_MAX_CANDIDATES = 20
-"""Likeliest tokens that are sent for each sampled one."""
 _CHILDREN = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -55,16 +47,14 @@ _TURN_FIELDS = (
     "finish_reason",
     "spans",
     "delivered",
-    "trainable",
     "temperature",
-    "prompt_tokens",
     "cached_tokens",
     "started_at",
     "finished_at",
     "constrained",
 )
 """Fields of `Turn` that the page shows as they are."""
-_ENTRY_FIELDS = ("sequence", "state", "reason", "failure", "detail", "batch_id")
+_ENTRY_FIELDS = ("state", "reason", "failure", "detail")
 """Fields of `LedgerEntry` that the page shows as they are."""
 _UNTRAINED_STATES = {
     "dropped": "the rollout was dropped: {reason}",
@@ -235,8 +225,7 @@ class _DetailReader:
             "tools": self._tools_number(tools),
             "context_tokens": len(turn.context_ids_T),
             "sampled_tokens": len(turn.sampled_ids_T),
-            "logprob_mean": _over_tokens(np.mean, turn.logprobs_T),
-            "logprob_min": _over_tokens(np.min, turn.logprobs_T),
+            "logprob_mean": _mean(turn.logprobs_T),
         }
 
     def _tools_number(self, tools: bytes) -> int | None:
@@ -257,149 +246,6 @@ class _DetailReader:
         )
         self._tool_numbers[tools] = len(self._tool_lists) - 1
         return self._tool_numbers[tools]
-
-
-def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
-    """Return the tokens of a turn with their numbers; None if there is no such turn.
-    Raises as `rollout_detail` does."""
-    notes: list[str] = []
-    with run.store.reading() as db:
-        found = db.execute(
-            "SELECT session_id FROM turns WHERE id=?", (turn_id,)
-        ).fetchone()
-        if found is None:
-            return None
-        session_id = found[0]
-        store = RunStore.through(db)
-        turn = next(turn for turn in store.turns(session_id) if turn.id == turn_id)
-        top = _top_logprobs(store, turn, notes)
-        sql = "SELECT name, numbers FROM token_numbers WHERE turn_id=?"
-        numbers = {
-            name: np.frombuffer(body, np.float32).tolist()
-            for name, body in db.execute(sql, (turn_id,))
-        }
-    with run.queries() as queries:
-        row = queries.row(session_id)
-    start = 0
-    if not full:
-        start = max(0, len(turn.context_ids_T) - _MAX_CONTEXT)
-    context_ids = turn.context_ids_T[start:].tolist()
-    sampled_ids = turn.sampled_ids_T.tolist()
-    reader = run.token_reader()
-    if reader is None:
-        notes.append(
-            "no text of tokens: neither the run folder nor its model's folder has a tokenizer"
-        )
-    sampled: Row = {
-        "ids": sampled_ids,
-        "texts": reader.texts(sampled_ids) if reader else None,
-        "logprobs": turn.logprobs_T.tolist(),
-        "versions": turn.versions_T.tolist(),
-        "trained": None,
-        "advantages": None,
-        "trainer_logprobs": None,
-        "candidates": None,
-        "numbers": numbers,
-    }
-    if top is not None:
-        sampled["candidates"] = _candidates(top, reader)
-    trained = trained_turns(run, row, notes) if row else None
-    if trained is not None:
-        sampled |= _trained_values(trained.get(turn_id), len(sampled_ids), notes)
-    return {
-        "turn_id": turn.id,
-        "session_id": session_id,
-        "step": row["step"] if row else None,
-        "context": {
-            "total": len(turn.context_ids_T),
-            "start": start,
-            "ids": context_ids,
-            "texts": reader.texts(context_ids) if reader else None,
-        },
-        "sampled": sampled,
-        "notes": notes,
-    }
-
-
-def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs | None:
-    """Return the likeliest tokens for each sampled one; None if they were not
-    recorded."""
-    try:
-        top = store.top_logprobs(turn.id)
-    except (sqlite3.OperationalError, ValueError) as error:
-        if "no such table" not in str(error):  # a store from before they were recorded
-            notes.append(f"the likeliest tokens of the turn cannot be read: {error}")
-        return None
-    if top is not None and len(top) != len(turn.sampled_ids_T):
-        notes.append(
-            "the record of the likeliest tokens has another number of tokens than the turn"
-        )
-        return None
-    return top
-
-
-def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
-    """Return `ids` and `logprobs` of each position, the likeliest first, and the texts
-    of the ids. `recorded` and `shown`: numbers per position that the run recorded, and
-    that are returned at most."""
-    recorded = top.ids_TK.shape[1]
-    shown = min(recorded, _MAX_CANDIDATES)
-    ids: list[list[int]] = []
-    logprobs: list[list[float]] = []
-    for ids_K, logprobs_K in zip(
-        top.ids_TK[:, :shown], top.logprobs_TK[:, :shown], strict=True
-    ):
-        is_token_K = ids_K != NO_TOKEN
-        ids.append(ids_K[is_token_K].tolist())
-        logprobs.append(logprobs_K[is_token_K].tolist())
-    texts = None
-    if reader is not None:
-        different = sorted({token_id for of_place in ids for token_id in of_place})
-        texts = dict(zip(map(str, different), reader.texts(different), strict=True))
-    return {
-        "ids": ids,
-        "logprobs": logprobs,
-        "texts": texts,
-        "recorded": recorded,
-        "shown": shown,
-    }
-
-
-def trained_turns(
-    run: ViewedRun, row: Row, notes: list[str]
-) -> Mapping[str, TrainedTurn] | None:
-    """Return what the step of a rollout trained, by turn; None if that was not
-    recorded. `notes` receives the errors of unreadable files."""
-    folder = run.folder.trained_tokens_path
-    step = row["step"]
-    if row["purpose"] != "train" or row["state"] != "trained" or step is None:
-        return None
-    try:
-        if step not in recorded_steps(folder):
-            return None
-        return read_trained_tokens(folder, step)
-    except (RunStoreError, OSError) as error:
-        notes.append(str(error))
-        return None
-
-
-def _trained_values(turn: TrainedTurn | None, length: int, notes: list[str]) -> Row:
-    if turn is None:  # the step is recorded and did not train this turn
-        return {
-            "trained": [False] * length,
-            "advantages": [0.0] * length,
-            "trainer_logprobs": None,
-        }
-    if len(turn.trained_N) != length:
-        notes.append(
-            "the record of what was trained has another number of tokens than the turn"
-        )
-        return {}
-    return {
-        "trained": turn.trained_N.tolist(),
-        "advantages": turn.advantages_N.tolist(),
-        "trainer_logprobs": turn.logprobs_N.tolist(),
-    }
 
 
 def fork_advice(reason: str) -> str:
@@ -501,7 +347,5 @@ def _message_row(message: Message, *, full: bool) -> Row:
     }
 
 
-def _over_tokens(
-    reduce: Callable[[np.ndarray], np.floating], logprobs_T: np.ndarray
-) -> float | None:
-    return float(reduce(logprobs_T)) if len(logprobs_T) else None
+def _mean(logprobs_T: np.ndarray) -> float | None:
+    return float(logprobs_T.mean()) if len(logprobs_T) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from invrl import __version__
 from invrl.errors import ConfigError, InvrlError
-from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.conversation_page import rollout_detail
 from invrl.viewer.last_replies import last_replies
 from invrl.viewer.page_server import PAGE_FOLDER, encoded, runs_page
 from invrl.viewer.rollout_queries import EVERY_ROW, RolloutQueries
@@ -29,6 +29,7 @@ from invrl.viewer.run_pages import (
     metrics_page,
 )
 from invrl.viewer.search_words import SearchTextWriter
+from invrl.viewer.turn_tokens import turn_tokens
 from invrl.viewer.viewed_run import ViewedRun
 
 _ORDERS = ("best", "worst", "surprising", "opened_at")

@@ -8,15 +8,15 @@ tokens are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from invrl.gateway.turns.forest import Forest
-from invrl.gateway.turns.fork_changes import (
+from invrl.gateway.turns.matching.forest import Forest
+from invrl.gateway.turns.matching.fork_changes import (
     advice,
     common_items,
     message_change,
@@ -25,6 +25,7 @@ from invrl.gateway.turns.fork_changes import (
 from invrl.gateway.types import (
     ADVICE,
     Change,
+    Decode,
     ForkReason,
     MatchLevel,
     Message,
@@ -55,7 +56,6 @@ _PARTS = {
 }
 
 Row = dict[str, Any]
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

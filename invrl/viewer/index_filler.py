@@ -22,7 +22,7 @@ from invrl.observe.samples.samples import failure_reward, parse_evaluation
 from invrl.observe.samples.transcript import message_text
 from invrl.store.rows import outcome_from_json
 from invrl.types.reasons import FailureReason
-from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.rollouts import FailedRollout, Outcome
 from invrl.viewer.index_file import (
     TURN_BITS,
     IndexState,
@@ -262,7 +262,6 @@ class IndexFiller:
 
     def _add_outcome(self, values: dict[str, Any], outcome: Outcome) -> None:
         values["state"] = "finished"
-        summary = outcome
         if isinstance(outcome, FailedRollout):
             values["state"] = "failed"
             values["failure"] = str(outcome.reason)
@@ -271,10 +270,11 @@ class IndexFiller:
             ]
             values["reward"] = failure_reward(outcome, values["purpose"], self._rules)
             summary = outcome.partial
-        elif isinstance(outcome, RolloutSummary):
+        else:
             values["reward"] = outcome.reward
             values["components"] = dict(outcome.reward_components)
-        if not isinstance(summary, RolloutSummary):
+            summary = outcome
+        if summary is None:
             return
         prefix = "forks/"
         values |= {

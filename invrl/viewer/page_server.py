@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from invrl import __version__
 from invrl.errors import ConfigError, DamagedFileError, InvrlError
 from invrl.viewer.access import HEADERS, Access, without_key
-from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.conversation_page import rollout_detail
 from invrl.viewer.last_replies import last_replies
 from invrl.viewer.rollout_queries import Parameters, read_page
 from invrl.viewer.run_pages import (
@@ -38,6 +38,7 @@ from invrl.viewer.run_pages import (
     metrics_page,
 )
 from invrl.viewer.run_watch import RunWatch
+from invrl.viewer.turn_tokens import turn_tokens
 from invrl.viewer.viewed_run import ViewedRun
 
 PAGE_FOLDER = Path(__file__).parent / "page"

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -21,8 +21,6 @@ from invrl.buffer.ledger.ledger_store import (
 )
 from invrl.errors import (
     BufferStateError,
-    ConfigError,
-    DamagedFileError,
     RunStoreError,
 )
 from invrl.observe.metrics.metrics_table import Point
@@ -87,7 +85,10 @@ def ledger_page(run: ViewedRun) -> Row:
     for state, reason, failure, _, count in places:
         counts[state, reason, failure] += count
     return {
-        "incarnations": _incarnation_rows(incarnations, lost),
+        "incarnations": [
+            {**asdict(incarnation), "lost": lost[incarnation.number]}
+            for incarnation in incarnations
+        ],
         "counts": [
             {"state": state, "reason": reason, "failure": failure, "count": count}
             for (state, reason, failure), count in counts.most_common()
@@ -115,15 +116,6 @@ def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
     if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
         return True
     return has_ended and ends == 0
-
-
-def _incarnation_rows(
-    incarnations: Iterable[Incarnation], lost: Mapping[int, int]
-) -> list[Row]:
-    return [
-        {**asdict(incarnation), "lost": lost.get(incarnation.number, 0)}
-        for incarnation in incarnations
-    ]
 
 
 def _failures(run: ViewedRun) -> list[Row]:
@@ -237,8 +229,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def weights_page(run: ViewedRun) -> Row:
-    """Return the updates of the engines' weights, the run's incarnations, and the
-    metrics of the engines."""
+    """Return the updates of the engines' weights, and the metrics of the engines."""
     names = run.metrics.names()
     updates: dict[int, Row] = {}
     for name, points in run.metrics.series(
@@ -264,20 +255,11 @@ def weights_page(run: ViewedRun) -> Row:
                 update["version"] = None if value is None else int(value)
             elif measure in update:
                 update[measure] = value
-    incarnations: list[Row] = []
-    try:
-        with run.store.reading() as db:
-            found = incarnations_in(db)
-            lost = _lost_counts(db, found)
-        incarnations = _incarnation_rows(found, lost)
-    except (DamagedFileError, RunStoreError):
-        pass  # the run's notes say why
     engines = run.metrics.series(
         name for name in names if name.startswith(("engine", "fleet"))
     )
     return {
         "updates": [updates[step] for step in sorted(updates)],
-        "incarnations": incarnations,
         "engines": engines,
     }
 
@@ -293,33 +275,19 @@ def _lost_counts(db: Any, incarnations: Sequence[Incarnation]) -> dict[int, int]
     return counts
 
 
-def timeline_page(run: ViewedRun, after: float) -> Row:
-    """Return the spans that end after `after` (Unix seconds)."""
+def timeline_page(run: ViewedRun) -> Row:
+    """Return the run's spans over time, and the samples of its processes."""
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
     if run.folder.is_worked_in() and phase:
-        now = {"phase": phase.name, "step": phase.step, "since": phase.since}
+        now = {"phase": phase.name, "step": phase.step}
     return {
         "starts": timeline.starts,
-        "spans": [span for span in timeline.spans if span.end >= after],
+        "spans": timeline.spans,
+        "samples": timeline.samples,
         "now": now,
     }
-
-
-def engines_page(run: ViewedRun, after: float) -> Row:
-    """Return the samples of the processes after `after` (Unix seconds)."""
-    timeline = read_timeline(run.folder.path)
-    samples = [sample for sample in timeline.samples if sample.time >= after]
-    return {"recorded": bool(timeline.samples), "samples": samples}
-
-
-def _after(parameters: Parameters) -> float:
-    text = next(iter(parameters.get("after", ())), "") or "0"
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError("after", text, "not a number", "give Unix seconds") from None
 
 
 # ----------------------------------------------------------------- all of one run
@@ -344,8 +312,7 @@ def _indexed(query: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPag
 
 
 RUN_PAGES: Mapping[str, RunPage] = {
-    "timeline": lambda run, parameters, _: timeline_page(run, _after(parameters)),
-    "engines": lambda run, parameters, _: engines_page(run, _after(parameters)),
+    "timeline": lambda run, *_: timeline_page(run),
     "weights": lambda run, *_: weights_page(run),
     "evaluations": lambda run, _, page: evaluations_page(run, page),
     "ledger": lambda run, *_: ledger_page(run),
@@ -390,14 +357,11 @@ def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
     """Return every name that contains `text`, with the runs that have it."""
     rows: dict[str, Row] = {}
     for run in runs:
-        for name, (count, last) in run.metrics.names().items():
+        for name, last in run.metrics.names().items():
             if text.lower() not in name.lower():
                 continue
-            row = rows.setdefault(
-                name, {"name": name, "runs": [], "count": 0, "last": last}
-            )
+            row = rows.setdefault(name, {"name": name, "runs": []})
             row["runs"].append(run.id)
-            row["count"] = max(row["count"], count)
             row["last"] = last
     return {"names": [rows[name] for name in sorted(rows)]}
 

@@ -92,7 +92,6 @@ class RunWatch:
         change: Change = {
             "run": run.id,
             "kinds": sorted(kinds),
-            "run_state": run.overview(),
         }
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._put, change)

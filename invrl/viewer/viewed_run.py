@@ -275,7 +275,6 @@ class ViewedRun(RunFiles):
             "step": self.metrics.last_step,
             "num_steps": self.num_steps(),
             "phase": phase.name if phase else "",
-            "phase_since": phase.since if phase else None,
             "incarnations": incarnations,
             "index": self.index_state,
             "has": {
@@ -286,7 +285,6 @@ class ViewedRun(RunFiles):
                 ),
                 "timeline": self.folder.timeline_path.is_file(),
                 "tokens": has_text,
-                "trained_tokens": self.folder.trained_tokens_path.is_dir(),
             },
             "outcome": self.outcome(),
             "log_end": self._last_words(),

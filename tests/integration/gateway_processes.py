@@ -169,13 +169,8 @@ async def check_exact(
         ),
         30,
     )
-    prompts = {
-        body["rid"].removesuffix("-again"): body["input_ids"]
-        for body in engine.requests
-    }
-    replies = {
-        rid.removesuffix("-again"): reply for rid, reply in engine.replies.items()
-    }
+    prompts = {body["rid"]: body["input_ids"] for body in engine.requests}
+    replies = dict(engine.replies)
     assert len(set(agent.acknowledged)) == TURNS
     recorded = {turn.id: turn for turn in store.turns(agent.session.id)}
     before: list[int] = []

@@ -16,7 +16,7 @@ from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, measure_idle
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.weights.checksums.multilinear_checksum import (
-    slice_checksum,
+    SumsInPlace,
     whole_checksums,
 )
 from invrl.weights.config import ArenaWeights
@@ -96,7 +96,8 @@ def test_checksums_are_those_of_a_cpu(dtype: torch.dtype) -> None:
     )
     place = TensorSlice(dimension=1, start=448, stop=896, index=1, count=2)
     halves = [place.of(tensors["(4000, 896)"]) for tensors in (on_gpu, on_cpu)]
-    checksums = [slice_checksum(half, place, (4_000, 896)) for half in halves]
+    sums = SumsInPlace({}, {"half": place}, {"half": (4_000, 896)})
+    checksums = [sums.slice_checksums({"half": half}) for half in halves]
     assert checksums[0] == checksums[1]
 
 

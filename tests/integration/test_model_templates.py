@@ -24,7 +24,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.replies.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.template_check.template_check import check_template
 from invrl.gateway.rendering.template_check.template_corpus import CORPUS
-from invrl.gateway.turns.forest import Forest
+from invrl.gateway.turns.matching.forest import Forest
 from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
 from invrl.types.turns import Turn, VersionSpan
 from invrl.types.weights import WeightVersion

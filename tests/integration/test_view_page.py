@@ -653,7 +653,9 @@ def searchable_export(
 def write_export(server: ScriptedViewer, folder: Path) -> Path:
     shutil.copytree(PAGE, folder)
     (folder / "data").mkdir()
-    kinds = "steps groups rollouts facets tasks timeline engines ledger evaluations weights".split()
+    kinds = (
+        "steps groups rollouts facets tasks timeline ledger evaluations weights".split()
+    )
     names = ["runs", "config", "metric-names", "metrics"]
     names += [f"runs/{run['id']}/{kind}" for run in server.runs for kind in kinds]
     newest = max(

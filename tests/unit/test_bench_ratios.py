@@ -15,7 +15,6 @@ from benchmarks.ratios import (
     missed,
     read_history,
 )
-from invrl.cli.main import main as invrl
 
 
 def entry(machine: str = "laptop", model: str = "m", **ratios: float) -> Entry:
@@ -91,28 +90,6 @@ def test_bench_exits_with_1_and_names_the_ratio_that_fell(
         for history_entry in read_history(tmp_path / "history.jsonl")
     ] == [0.97, 0.99, 0.8]
     assert not (tmp_path / "baseline.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "programs"),
-    [
-        ("soak", ["tests/soak.py"]),
-        ("bench", ["benchmarks/train.py", "benchmarks/weights.py"]),
-    ],
-)
-def test_commands_of_earlier_versions_are_answered_with_their_programs(
-    name: str, programs: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert invrl([name, "train"]) == 2
-    [fix] = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if line.startswith("  fix:")
-    ]
-    for program in programs:
-        module = program.removesuffix(".py").replace("/", ".")
-        assert program in fix or f"python -m {module}" in fix
-        assert (Path(__file__).parents[2] / program).is_file()
 
 
 def test_time_shares_exclude_the_first_and_the_last_step() -> None:

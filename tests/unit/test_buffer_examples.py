@@ -547,7 +547,7 @@ def test_task_source_that_ends_is_named(source: Iterator[Task], word: str) -> No
 
 def test_ledger_records_only_allowed_state_transitions() -> None:
     ledger = Ledger()
-    group = OpenGroup(0, "t", attempts_G=[0], states_G=[None])
+    group = OpenGroup(0, "t", "t", attempts_G=[0], states_G=[None])
     with pytest.raises(BufferStateError):
         ledger.move(group, 0, RolloutState.FINISHED)
     ledger.move(group, 0, RolloutState.IN_FLIGHT)
@@ -569,7 +569,7 @@ def test_ledger_records_only_allowed_state_transitions() -> None:
 
 def test_a_rollout_never_comes_back_to_a_state() -> None:
     ledger = Ledger()
-    group = OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None])
+    group = OpenGroup(0, "t", "t", attempts_G=[0], states_G=[None])
     path = [
         RolloutState.IN_FLIGHT,
         RolloutState.FINISHED,

@@ -29,7 +29,7 @@ from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
-from invrl.weights.checksums.multilinear_checksum import whole_checksum
+from invrl.weights.checksums.multilinear_checksum import whole_checksums
 from invrl.weights.config import ArenaWeights
 from invrl.weights.transports import arena, cuda_memory
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
@@ -213,7 +213,7 @@ async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
         for spec in LAYOUT:
             new = torch.full(spec.shape, float(version))
             assert torch.equal(engine.parameters[spec.name], new)
-            assert staged.checksums[spec.name] == whole_checksum(new)
+            assert staged.checksums[spec.name] == whole_checksums({"": new})[""]
     assert engine.loads == [True, False, True, False]
     handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
     assert handle.cuda is not None

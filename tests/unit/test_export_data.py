@@ -398,14 +398,11 @@ def test_messages_missing_or_different_from_the_ids_are_counted(
     run = record_run(tmp_path, model=model)  # its ids are of no text
     run.add("a", "x", 1.0)
     err = refused(run, capsys)
-    assert "1 rollouts: a reply does not end with the template's end of turn" in err
+    assert "1 rollouts: the template writes it in another way" in err
     assert "--inexact" in err
     assert export(run, "--inexact") == 0
     assert replies(run) == ["x"]
-    assert (
-        "1  a reply does not end with the template's end of turn"
-        in capsys.readouterr().out
-    )
+    assert "1  the template writes it in another way" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------ what a gateway recorded
@@ -507,9 +504,7 @@ async def test_call_that_the_template_writes_differently_is_left_out(
         await gateway.finish(session)
     assert await exported(run) == 0
     assert [row["task_id"] for row in rows(run)] == ["b"]
-    reason = (
-        "1  the template writes its tool calls in another way than they were sampled"
-    )
+    reason = "1  the template writes it in another way than it was sampled"
     assert reason in capsys.readouterr().out
     assert await exported(run, "--inexact", "--overwrite") == 0
     assert [row["task_id"] for row in rows(run)] == ["a", "b"]
@@ -528,7 +523,7 @@ async def test_thinking_that_the_template_does_not_write_is_left_out(
     await gateway.finish(session)
     assert await exported(run) == 2
     assert (
-        "the template writes a reply in another way than it was sampled"
+        "the template writes it in another way than it was sampled"
         in capsys.readouterr().err
     )
 

@@ -3,10 +3,8 @@ stored, and read as columns and numbers of training rows."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 from local_worker import worker_at
 from numpy.typing import NDArray
 from running_gateway import ASK, ENV_KEY, MORE, Running, running
-from stored_rollouts import finish, summary_of
 
 from invrl.algorithms.advantages.advantages import advantage_function, dr_grpo
 from invrl.buffer.samples.training_samples import build_batch
@@ -32,13 +29,10 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.rollout.workers.rewards import Rejected, valid_numbers
 from invrl.rollout.workers.worker_actor import Assignment
-from invrl.run.checkpoints.store_check import check_store
 from invrl.run.incarnations.on_saved_batches import _refuse_missing_columns
 from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
-from invrl.store.run_store_writer import RunStoreWriter
-from invrl.store.schema import connect
 from invrl.train.batches.micro_batch import token_sequences as micro_batch_rows
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import shard_batch
@@ -47,11 +41,9 @@ from invrl.types.extra_columns import (
     MAX_COLUMNS,
     MAX_NUMBER,
     ExtraColumn,
-    ExtraNumbers,
     parse_extra_columns,
 )
 from invrl.types.groups import Group
-from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
 from invrl.types.rollouts import FailedRollout, Rollout, RolloutSummary
 from invrl.types.sessions import Session
@@ -953,66 +945,3 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
 def test_advantage_function_that_needs_the_group_is_refused_without_it() -> None:
     with pytest.raises(PluginError, match="missing a required argument: 'group'"):
         advantage_function(f"{__name__}:needs_group")
-
-
-# ----------------------------------------------------------------- the store
-
-
-def lease() -> GroupLease:
-    task = Task(id="t", payload={})
-    return GroupLease(
-        group_id="g", task=task, members=(GroupMember(index=0, attempt=0),)
-    )
-
-
-def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
-    path = tmp_path / "run.sqlite"
-    writer = RunStoreWriter(path)
-    of = summary_of(lease(), index=0, attempt=0, version=0)
-    finish(writer, of)
-    writer.close()
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("DROP TABLE numbers")
-        db.execute("DROP TABLE token_numbers")
-        # As an earlier version wrote it: without the fields that it did not have.
-        for table in ("sessions", "outbox"):
-            for (body,) in db.execute(f"SELECT outcome FROM {table}").fetchall():
-                fields = json.loads(body)
-                del fields["numbers"], fields["turn_numbers"]
-                db.execute(
-                    f"UPDATE {table} SET outcome=?", (json.dumps(fields).encode(),)
-                )
-    check_store(path)
-    store = RunStore(path)
-    assert store.outbox_after(0) == [(1, of)]
-    [row] = batch_of(store, of).samples
-    assert trained(row, "weight") == [1.0]
-    assert row.numbers == {"score": 0.0}
-    store.close()
-    writer = RunStoreWriter(path)
-    later = replace(of, session_id="later", index=1)
-    finish(writer, later)
-    extra = ExtraNumbers(
-        numbers={"score": 3.0}, token_numbers={"later/0": {"process_reward": [4.0]}}
-    )
-    writer.add_numbers("later", extra).result(60)
-    writer.close()
-    store = RunStore(path)
-    [row] = batch_of(store, later).samples
-    assert trained(row, "process_reward") == [4.0]
-    stored = store.closed_session("later")
-    assert stored is not None
-    assert stored.numbers == {"score": 3.0}
-    store.close()
-
-
-def test_number_tables_are_added_once(tmp_path: Path) -> None:
-    path = tmp_path / "run.sqlite"
-    connect(path).close()
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("DROP TABLE token_numbers")
-        (before,) = db.execute("PRAGMA schema_version").fetchone()
-    for _ in range(2):
-        with contextlib.closing(connect(path)) as db:
-            (after,) = db.execute("PRAGMA schema_version").fetchone()
-            assert after == before + 1

@@ -213,15 +213,6 @@ def test_a_change_of_each_part_has_its_verdict(store: Path, tmp_path: Path, name
     assert differences(copy, expected) == verdict
 
 
-def test_a_store_of_an_earlier_version_is_read_as_it_is(store: Path, tmp_path: Path):
-    expected = read(store)
-    copy = tmp_path / "run.sqlite"
-    shutil.copy(store, copy)
-    with contextlib.closing(sqlite3.connect(copy)) as db, db:
-        db.execute("DROP TABLE checksums")
-    assert differences(copy, expected) == ""
-
-
 def test_a_flip_anywhere_in_a_configuration_is_refused_or_harmless(tmp_path: Path):
     tables: dict[str, dict[str, Any]] = {
         "run": {"run_root": str(tmp_path), "run_name": "r"},

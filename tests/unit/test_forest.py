@@ -13,11 +13,11 @@ from handmade_rollouts import turn
 from hypothesis import given
 from hypothesis import strategies as st
 
-import invrl.gateway.turns.forest as forest_module
+import invrl.gateway.turns.matching.forest as forest_module
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
-from invrl.gateway.turns.forest import Forest, Match
-from invrl.gateway.turns.fork_changes import advice, common_characters
-from invrl.gateway.turns.message_identity import digests
+from invrl.gateway.turns.matching.forest import Forest, Match
+from invrl.gateway.turns.matching.fork_changes import advice, common_characters
+from invrl.gateway.turns.matching.message_identity import digests
 from invrl.gateway.types import (
     ADVICE,
     ForkReason,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from handmade_rollouts import turn
 
-from invrl.gateway.turns.forest import Forest
+from invrl.gateway.turns.matching.forest import Forest
 from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
 from invrl.types.turns import FinishReason, Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply

@@ -11,7 +11,7 @@ from running_gateway import ASK, MORE, running
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.replies.parsers import Parsers
-from invrl.gateway.turns.forest import Forest
+from invrl.gateway.turns.matching.forest import Forest
 from invrl.gateway.types import ADVICE, Change, ForkReason
 from invrl.observe.metrics.step_metrics import rollout_metrics
 from invrl.types.batches import TakenBatch

@@ -17,7 +17,7 @@ from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.tokenizer import FastTokenizer
-from invrl.gateway.turns.forest import Forest, Match
+from invrl.gateway.turns.matching.forest import Forest, Match
 from invrl.gateway.turns.placement import ContextExceeded, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.turns import Turns

@@ -15,7 +15,8 @@ from tiny_model import make_tiny_model
 from invrl.families.hf_config import read_hf_config
 from invrl.train.config import TrainConfig
 from invrl.train.cost.activation_memory import LayerActivations, Recomputation
-from invrl.train.cost.memory_budget import MemoryBudget, MemoryEstimate
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.memory_estimate import MemoryEstimate
 from invrl.train.cost.model_size import ModelSize
 
 

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product, starmap
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from invrl.errors import LayoutError
 from invrl.weights.checksums.multilinear_checksum import (
+    SumsInPlace,
     rank_checksums,
-    slice_checksum,
-    whole_checksum,
+    whole_checksums,
 )
 from invrl.weights.tensors.tensor_slice import TensorSlice
 
@@ -22,6 +23,17 @@ SIGN_BIT = -(1 << 31)
 
 
 Part = tuple[torch.Tensor, TensorSlice]
+
+
+def whole_checksum(tensor: torch.Tensor) -> str:
+    return whole_checksums({"": tensor})[""]
+
+
+def slice_checksum(
+    part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
+) -> str:
+    sums = SumsInPlace({"": part}, {"": place}, {"": whole_shape})
+    return sums.slice_checksums({"": part})[""]
 
 
 def cut(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from invrl.cli.flags import SETTING_FLAGS
+from invrl.errors import ConfigError
+from invrl.run.settings.config import Source, resolve
 from invrl.run.settings.former_settings import FORMER_NAMES
 from invrl.run.settings.name_suggestions import (
     meant_setting,
@@ -142,3 +144,22 @@ def test_a_renamed_setting_is_refused_with_its_new_name(old: str, new: str) -> N
     else:
         assert fix == f"it was renamed: write {new}"
         assert fix_of_flag.endswith("--" + new.replace("_", "-"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("critic_lr", "critic.lr"),
+        ("engine_tp_size", "engine.tp_size"),
+        ("keep_best", "checkpoints.keep_best"),
+        ("gae_lambda", "critic.gae_lambda"),
+    ],
+)
+def test_a_setting_that_moved_into_a_table_is_found_there(old: str, new: str) -> None:
+    names = [setting.name for setting in SETTING_FLAGS]
+    assert nearest_setting(old, names) == f"did you mean {new}?"
+    table, _, key = new.partition(".")
+    with pytest.raises(ConfigError) as refused:
+        resolve(Source(name="a file", tables={"train": {old: 1}}))
+    place = "move it to" if key == old else f"write {key}, in"
+    assert refused.value.fix == f"{place} table [{table}]"

@@ -114,9 +114,9 @@ def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
         (("--checkpoints.keep", "0"), "--no-checkpoints.keep"),
         (("--run-name", ""), "leave it out"),
         (("--kl-coef", "0.1"), "write --kl.coefficient"),
-        (("--simpo-gamma", "1"), "write --simpo.gamma"),
+        (("--simpo-gamma", "1"), "did you mean --simpo.gamma?"),
         (("--advantage-eps", "1e-6"), "write --advantage-std.eps"),
-        (("--seeded-sampling",), "write --engine.seeded-sampling"),
+        (("--seeded-sampling",), "did you mean --engine.seeded-sampling?"),
         (
             ("--ray-start-attempts", "9"),
             "leave it out: a run starts its Ray up to four",

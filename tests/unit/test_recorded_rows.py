@@ -114,7 +114,7 @@ def test_thinking_is_exported_and_refused_thinking_is_read_from_the_prompt() -> 
     without_thought = restore(
         renderer, trajectory_of(renderer, ((ASK,), "156", said("156")))
     )
-    assert without_thought.fidelity is Fidelity.REPLY
+    assert without_thought.fidelity is Fidelity.OTHER_TEXT
 
 
 def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
@@ -124,7 +124,7 @@ def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
     last = ((result,), "It is 156.", said("It is 156."))
     for arguments, fidelity in (
         ('{"a": 12}', Fidelity.SAME_TOKENS),
-        ('{"a":12}', Fidelity.CALLS),
+        ('{"a":12}', Fidelity.OTHER_TEXT),
     ):
         text = (
             f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>'
@@ -151,9 +151,9 @@ def test_inexact_row_is_refused_with_the_reason() -> None:
         tokens_T=trajectory.tokens_T[:-1],
         trained_T=trajectory.trained_T[:-1],
     )
-    assert restore(renderer, other_prompt).fidelity is Fidelity.CONTEXT
-    assert restore(renderer, other_reply).fidelity is Fidelity.REPLY
-    assert restore(renderer, unended).fidelity is Fidelity.UNENDED
+    assert restore(renderer, other_prompt).fidelity is Fidelity.OTHER_TEXT
+    assert restore(renderer, other_reply).fidelity is Fidelity.OTHER_TEXT
+    assert restore(renderer, unended).fidelity is Fidelity.OTHER_TEXT
     assert restore(renderer, replace(trajectory, cut=True)).fidelity is Fidelity.CUT
     assert (
         restore(renderer, replace(trajectory, finished=False)).fidelity

@@ -18,12 +18,10 @@ from training_samples_example import rows_of_pair
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.run.incarnations.on_saved_batches import _refuse_missing_top_logprobs
 from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.row_checksums import top_item
 from invrl.store.rows import top_from_row, top_values
-from invrl.store.schema import connect
 from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.packing import pack
 from invrl.train.parallel.context_share import ContextShare
@@ -193,16 +191,6 @@ def test_top_logprobs_are_read_back_from_the_store_bit_for_bit() -> None:
     assert none.ids_TK.shape == (0, K)
 
 
-def test_store_without_the_top_logprobs_table_gets_the_table(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    db = connect(path)
-    db.execute("DROP TABLE top_logprobs")
-    db.close()
-    db = connect(path)
-    assert db.execute("SELECT COUNT(*) FROM top_logprobs").fetchone() == (0,)
-    db.close()
-
-
 def sample_with(top: TopLogprobs | None, number: int, tokens: list[int]) -> TrainSample:
     mask_T = np.arange(len(tokens)) >= 2
     return TrainSample(
@@ -344,18 +332,3 @@ def test_loss_over_top_tokens_needs_a_run_that_records_them() -> None:
 def test_invalid_numbers_of_top_logprobs_are_refused(number: str) -> None:
     with pytest.raises(ConfigError, match="rollout_top_logprobs"):
         resolve(*parse_flags(["--rollout-top-logprobs", number]))
-
-
-def test_saved_batches_without_top_logprobs_are_refused() -> None:
-    flags = [
-        "--debug-train-only",
-        "--load-rollout-data",
-        "/tmp/x",
-        "--policy-loss",
-        "invrl.contrib.simko:SimKO",
-    ]
-    config = resolve(*parse_flags(flags))
-    _refuse_missing_top_logprobs(random_batch([0, K]), config)
-    _refuse_missing_top_logprobs(random_batch([0, 0]), resolve(*parse_flags([])))
-    with pytest.raises(ConfigError, match="batch 3 of the saved batches has none"):
-        _refuse_missing_top_logprobs(random_batch([0, 0]), config)

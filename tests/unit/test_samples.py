@@ -249,7 +249,6 @@ def test_unknown_step_or_task_is_refused_with_the_existing_ones(
         (("--wrost",), "did you mean --worst?"),
         (("--eval",), "no held-out rollout has ended"),
         (("--failed",), "there is no rollout that failed"),
-        (("--changed",), "`invrl view RUN`, Rollouts, Tasks"),
     ],
 )
 def test_senseless_flags_of_samples_are_refused(

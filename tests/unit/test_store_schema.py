@@ -11,9 +11,8 @@ import pytest
 
 from invrl.errors import DamagedFileError
 from invrl.run.checkpoints.store_check import check_store
-from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_store import RunStore
-from invrl.store.schema import ADDED_TABLES, SCHEMA_VERSION, connect
+from invrl.store.schema import SCHEMA_VERSION, connect
 
 
 def make_store(path: Path, version: int) -> None:
@@ -54,17 +53,3 @@ def test_a_new_store_and_an_empty_file_get_the_tables(tmp_path: Path) -> None:
             assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
         check_store(tmp_path / name)
         RunStore(tmp_path / name).close()
-
-
-@pytest.mark.parametrize("table", list(ADDED_TABLES))
-def test_reader_of_an_earlier_store_sees_the_missing_tables(
-    table: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.sqlite"
-    with contextlib.closing(connect(path)) as db:
-        columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
-        db.execute(f"DROP TABLE {table}")
-    content = path.read_bytes()
-    with ReadOnlyStore(path, tmp_path / "copies").reading() as db:
-        assert db.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall() == []
-    assert path.read_bytes() == content

@@ -392,18 +392,6 @@ def test_resume_refuses_another_kind_of_source(
         make(source=after()).restore(saved_and_read(first), [])
 
 
-def test_snapshot_from_before_task_feedback_is_read() -> None:
-    first = make(batch=2)
-    lease_all(first)
-    old = msgspec.to_builtins(saved_and_read(first))
-    del old["feed"], old["histories"]
-    for group in old["in_flight"]:
-        del group["source_id"]
-    again = make(batch=2)
-    again.restore(msgspec.convert(old, BufferSnapshot), [])
-    assert [lease.task.id for lease in lease_all(again)] == ["t0", "t1"]
-
-
 # ------------------------------------------------------- through the buffer's process
 
 

@@ -34,7 +34,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from indexed_run import session_ids, refreshed
-from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.conversation_page import rollout_detail
+from invrl.viewer.turn_tokens import turn_tokens
 from invrl.viewer.page_server import runs_page
 from invrl.viewer.run_pages import ledger_page
 from invrl.viewer.viewed_run import open_runs
@@ -222,7 +223,7 @@ def test_run_without_a_store_shows_its_other_files(tmp_path: Path) -> None:
     }
     [update] = weights_page(run)["updates"]
     assert update["seconds"] == {"load": 2.0}
-    assert timeline_page(run, 0.0)["spans"] == []
+    assert timeline_page(run)["spans"] == []
 
 
 def test_half_written_metrics_line_is_read_once_complete(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 from recorded_run import record_run
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 from invrl.cli.main import main
-from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
-from invrl.observe.screen.watch_screen import ScreenSize, duration, screen
+from invrl.observe.screen.charts import block_chart, sparkline
+from invrl.observe.screen.watch_screen import duration, screen
 from invrl.observe.status.run_status import RunReader
 from invrl.store import run_folder
 from invrl.store.run_folder import RunFolder
@@ -88,14 +88,8 @@ def filled_run(root: Path) -> RunFolder:
     return run.folder
 
 
-def frame(
-    folder: RunFolder,
-    *,
-    width: int = 100,
-    blocks: str = BLOCKS,
-    encoding: str = "utf-8",
-) -> str:
-    size = ScreenSize(width=width, height=40, blocks=blocks, encoding=encoding)
+def frame(folder: RunFolder, *, width: int = 100) -> str:
+    size = ConsoleDimensions(width=width, height=40)
     out = io.StringIO()
     status = RunReader(folder).read()
     Console(file=out, width=width, no_color=True).print(
@@ -138,10 +132,6 @@ def test_model_text_cannot_move_the_cursor_or_style_the_screen(tmp_path: Path) -
 def test_watch_lines_fit_the_terminal(width: int, tmp_path: Path) -> None:
     for line in frame(filled_run(tmp_path), width=width).splitlines():
         assert len(line) <= width
-
-
-def test_terminal_without_block_characters_gets_ascii_charts(tmp_path: Path) -> None:
-    assert frame(filled_run(tmp_path), blocks=ASCII_BLOCKS, encoding="ascii").isascii()
 
 
 def test_only_new_failures_are_read_from_the_store(tmp_path: Path) -> None:

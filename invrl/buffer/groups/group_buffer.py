@@ -525,7 +525,7 @@ class GroupBuffer:
         """Complete a group whose rollouts have all finished: it becomes ready, or the
         group filter drops it."""
         self.events.complete_since_take += 1
-        history = self._history.of(group.source_id or group.task_id)
+        history = self._history.of(group.source_id)
         reason = self._verdicts.verdict(group, history)
         if reason is not None and self._verdicts.is_overruled(reason):
             self.events.count("groups_unfiltered")

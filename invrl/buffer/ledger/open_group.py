@@ -38,6 +38,8 @@ class OpenGroup:
 
     number: int
     task_id: str
+    source_id: str
+    """Task id from the task source; `task_id` may have a number appended."""
     attempts_G: list[int]
     states_G: list[RolloutState | None]
     """States of the current attempts; None: not leased yet."""
@@ -46,9 +48,6 @@ class OpenGroup:
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
     """Buffer's version when the current attempt was last leased, by index. No token of
     it is older."""
-    source_id: str = ""
-    """Task id from the task source; `task_id` may have a number appended. "" in
-    snapshots of runs from before this field."""
 
     @property
     def id(self) -> str:
@@ -123,7 +122,7 @@ class OpenGroup:
         reason, "" if it is kept."""
         rewards_G = tuple(rollout.reward for rollout in self.rollouts())
         return GroupOutcome(
-            task_id=self.source_id or self.task_id,
+            task_id=self.source_id,
             group_id=self.id,
             version=version,
             rewards_G=rewards_G,

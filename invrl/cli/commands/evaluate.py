@@ -23,7 +23,7 @@ from invrl.cli.run_process import checked_configuration, driver_context, log_to_
 from invrl.engines.router import smg
 from invrl.host.files.disk_waits import watch_disks, write_patiently
 from invrl.host.output.incidents import incidents_shown
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes import interrupts
 from invrl.rollout.tasks.task_labels import guess_notes
@@ -87,7 +87,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
 
     def note(text: str) -> None:
         seconds = time.monotonic() - started_at
-        print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
+        print(printable(f"[{seconds:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.described}; run folder {folder.path}")
     gpus = plan_engines(config, count_gpus())

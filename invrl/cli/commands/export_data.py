@@ -20,11 +20,11 @@ from invrl.cli.arguments import (
     read_run_folder,
     read_whole,
 )
-from invrl.datasets.recorded_rows import INEXACT
+from invrl.datasets.recorded_rows import Fidelity
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.observe.samples.best_samples import (
     Wanted,
     candidates_for_pairs,
@@ -72,7 +72,7 @@ def export_rollouts(arguments: Sequence[str]) -> None:
     folder = read_run_folder(arguments)
     options = read_export_options(arguments[1:])
     report = export_data(folder, options, lambda text: print(text, file=sys.stderr))
-    print(for_stdout(describe_export(report, options)))
+    print(printable(describe_export(report, options)))
 
 
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
@@ -201,7 +201,7 @@ def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
         f"{count} rollouts: {reason}" for reason, count in left_out.most_common()
     )
     fix = "ask for less with --min-reward or --steps, or see the rollouts with `invrl samples RUN --step all`"
-    if any(reason in left_out for reason in INEXACT):
+    if Fidelity.OTHER_TEXT in left_out:
         fix = f"--inexact writes rows that the template writes otherwise too; or {fix}"
     if report.refusals:
         reasons += f" (refused: {report.refusals.most_common(1)[0][0]})"

@@ -14,7 +14,7 @@ from invrl.buffer.ledger.ledger_store import (
 )
 from invrl.cli.arguments import read_arguments, read_run_folder, unknown_flag
 from invrl.errors import BufferStateError, ConfigError
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.observe.samples.samples_text import count_text
 from invrl.run.checkpoints.store_check import check_store
 from invrl.run.settings.config import nearest
@@ -42,15 +42,15 @@ def ledger(arguments: Sequence[str]) -> None:
     entries = read_ledger(folder.store_path)
     if task_id is not None:
         _check_task(task_id, entries, run=arguments[0])
-        print(for_stdout(describe_task(entries, task_id)))
+        print(printable(describe_task(entries, task_id)))
         return
     tasks = describe_tasks(entries, whole=all_tasks)
     if all_tasks:
-        print(for_stdout(tasks))
+        print(printable(tasks))
         return
     incarnations = read_incarnations(folder.store_path)
     run = describe_run(incarnations, entries, ended=folder.finished_path.exists())
-    print(for_stdout(f"{run}\n{tasks}"))
+    print(printable(f"{run}\n{tasks}"))
 
 
 def _check_task(task_id: str, entries: Sequence[StoredEntry], *, run: str) -> None:

@@ -79,10 +79,6 @@ def samples(arguments: Sequence[str]) -> None:
 def read_query(arguments: Sequence[str]) -> SamplesQuery:
     """Return the flags after RUN_FOLDER as a query. Raises ConfigError for a flag that
     is unknown, lacks its value, or contradicts another one."""
-    if "--changed" in arguments:
-        reason = "the page of a run shows each task before and after training"
-        fix = "`invrl view RUN`, Rollouts, Tasks: sort by gain, and open a task"
-        raise ConfigError("--changed", "", reason, fix)
     options = read_options(arguments, _VALUES, _SWITCHES)
     limit = options.get("--limit", options.get("-n", str(_DEFAULT_LIMIT)))
     return SamplesQuery(

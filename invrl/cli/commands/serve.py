@@ -14,7 +14,7 @@ from invrl.engines.launch.engine_server import count_gpus, max_total_tokens
 from invrl.host.files.disk_waits import watch_disks
 from invrl.host.files.temporary_folder import remove_abandoned
 from invrl.host.output.incidents import incidents_shown
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes import interrupts
 from invrl.run.processes.background import in_background
@@ -62,7 +62,7 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
         print(f"GPUs: {gpus}", flush=True)
     async with AsyncExitStack() as stack:
         stack.enter_context(
-            incidents_shown(lambda line: print(for_stdout(line), flush=True))
+            incidents_shown(lambda line: print(printable(line), flush=True))
         )
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))

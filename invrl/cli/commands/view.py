@@ -11,7 +11,7 @@ from typing import Any
 from invrl.cli.arguments import read_arguments, read_whole
 from invrl.errors import ConfigError
 from invrl.host.files.cache_folder import cache_folder
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.viewer.access import access_for
 from invrl.viewer.page_server import bind, serve
 from invrl.viewer.viewed_run import open_runs
@@ -110,7 +110,7 @@ def default_settings() -> Mapping[str, Mapping[str, Any]]:
 
 
 def say(line: str) -> None:
-    print(for_stdout(line), flush=True)
+    print(printable(line), flush=True)
 
 
 def _open_browser(url: str) -> None:

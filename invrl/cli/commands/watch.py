@@ -19,10 +19,9 @@ from invrl.cli.arguments import (
     read_run_folder,
     unknown_flag,
 )
-from invrl.host.output.printable import for_stdout
-from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
+from invrl.host.output.printable import printable
 from invrl.observe.screen.step_text import describe_step
-from invrl.observe.screen.watch_screen import ScreenSize, screen
+from invrl.observe.screen.watch_screen import screen
 from invrl.observe.status.run_status import RunReader, RunStatus
 
 _INTERVAL_FLAG = "--interval-s"
@@ -72,16 +71,8 @@ def _pipe_width() -> int:
     return int(columns) if columns.isdecimal() and int(columns) else _PLAIN_WIDTH
 
 
-def _size(console: Console) -> ScreenSize:
-    encoding = console.encoding
-    blocks = BLOCKS if can_draw_blocks(encoding) else ASCII_BLOCKS
-    return ScreenSize(
-        width=console.width, height=console.height, blocks=blocks, encoding=encoding
-    )
-
-
 def _print_frame(console: Console, status: RunStatus) -> None:
-    console.print(screen(status, _size(console), now=time.time()))
+    console.print(screen(status, console.size, now=time.time()))
 
 
 def _show(console: Console, reader: RunReader, interval_s: float) -> None:
@@ -93,7 +84,7 @@ def _show(console: Console, reader: RunReader, interval_s: float) -> None:
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
-            live.update(screen(status, _size(console), now=time.time()), refresh=True)
+            live.update(screen(status, console.size, now=time.time()), refresh=True)
             if _quits(pressed, interval_s):
                 break
             status = reader.read()
@@ -146,7 +137,7 @@ def _print_lines(console: Console, reader: RunReader, interval_s: float) -> None
             }
             if values:
                 text = describe_step(values, status.failed)
-                print(for_stdout(f"step {row['step']}: {text}"), flush=True)
+                print(printable(f"step {row['step']}: {text}"), flush=True)
         shown = {row["step"]: row for row in status.rows}
         if status.state != "running":
-            print(for_stdout(status.outcome), flush=True)
+            print(printable(status.outcome), flush=True)

@@ -1,5 +1,5 @@
-"""`/v1/messages` and its `count_tokens`, Anthropic's API: the wire format, in both
-directions. Pure.
+"""`/v1/messages` and its `count_tokens`, Anthropic's API: the wire format of requests.
+`messages_output.py` has that of answers. Pure.
 
 Every field of the API is in exactly one of these lists:
 - honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant,
@@ -30,7 +30,7 @@ stream), or {} if nothing is readable: such a call does not match when it comes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -41,34 +41,29 @@ from invrl.gateway.dialects.client_tools import client_tool
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import (
     FindTurn,
-    ParsedRequest,
     ResponseParts,
     no_turn,
+)
+from invrl.gateway.dialects.messages_output import (
+    MessagesRequest,
+    MessagesStream,
+    blocks,
+    error_body,
+    message_fields,
+    stop_fields,
+    usage,
 )
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
-    CallDelta,
     ClientSampling,
-    Piece,
     ResponseStart,
     Tool,
     ToolChoice,
     TurnRequest,
 )
-from invrl.types.turns import Turn
 
 _TopK = Annotated[int, msgspec.Meta(ge=0)]
-_CLIENT_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-}
-_SERVER_ERRORS = {503: "overloaded_error", 504: "timeout_error"}
-_NOT_STOPPED: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
 
 class _Tool(wire.Function, kw_only=True):
@@ -140,11 +135,6 @@ _TABLE = FieldTable(
 )
 
 
-class MessagesRequest(ParsedRequest, frozen=True, kw_only=True):
-    shows_thinking: bool
-    omits_thinking_text: bool
-
-
 class MessagesDialect:
     path = "/messages"
 
@@ -178,35 +168,22 @@ class MessagesDialect:
     def answer(self, request: MessagesRequest, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
         turn = answer.turn
-        message = self.message_fields(
+        message = message_fields(
+            self.model,
             turn.id,
-            content=_blocks(request, answer),
-            usage=_usage(turn),
-            stop=_stop_fields(answer),
+            content=blocks(request, answer),
+            usage=usage(turn),
+            stop=stop_fields(answer),
         )
         return msgspec.json.encode(message)
 
     def stream(
         self, request: MessagesRequest, starts: Sequence[ResponseStart]
     ) -> ResponseParts:
-        return _MessagesStream(self, request, starts[0])
+        return MessagesStream(self.model, request, starts[0])
 
     def error(self, error: SessionError) -> bytes:
-        """Return the body of an error. Clients compact their history when the message
-        says "prompt is too long"."""
-        message = error.message
-        if error.code == "context_length_exceeded":
-            message = "prompt is too long: " + message
-        if error.status < 500:
-            kind = _CLIENT_ERRORS.get(error.status, "invalid_request_error")
-        else:
-            kind = _SERVER_ERRORS.get(error.status, "api_error")
-        body = {
-            "type": "error",
-            "error": {"type": kind, "message": message},
-            "request_id": None,
-        }
-        return msgspec.json.encode(body)
+        return error_body(error)
 
     def models(self, names: Sequence[str], context_length: int) -> bytes:
         """Return the body of `ChatDialect.models` for an Anthropic client."""
@@ -222,26 +199,6 @@ class MessagesDialect:
         """Return the body of `ChatDialect.show_model` for an Anthropic client."""
         return msgspec.json.encode(_model_card(name, context_length))
 
-    def message_fields(
-        self,
-        turn_id: str,
-        *,
-        content: Sequence[Fields],
-        usage: dict[str, int],
-        stop: dict[str, str | None] = _NOT_STOPPED,
-    ) -> Fields:
-        """Return a message object. `stop` is the result of `_stop_fields`, once the
-        reply has ended."""
-        return {
-            "id": f"msg_{turn_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            **stop,
-            "usage": usage,
-        }
-
 
 def _model_card(name: str, context_length: int) -> Fields:
     return {
@@ -252,184 +209,6 @@ def _model_card(name: str, context_length: int) -> Fields:
         "created_at": "1970-01-01T00:00:00Z",
         "max_input_tokens": context_length,
     }
-
-
-def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
-    reply = answer.message
-    blocks: list[Fields] = []
-    if reply.reasoning and request.shows_thinking:
-        thinking = reply.reasoning
-        if request.omits_thinking_text:
-            thinking = ""
-        block = {
-            "type": "thinking",
-            "thinking": thinking,
-            "signature": _signature(answer.turn.id),
-        }
-        blocks.append(block)
-    if reply.content:
-        blocks.append({"type": "text", "text": reply.content})
-    for call in reply.tool_calls:
-        block = {
-            "type": "tool_use",
-            "id": call.id,
-            "name": call.name,
-            "input": wire.arguments_object(call.arguments),
-        }
-        blocks.append(block)
-    return blocks
-
-
-class _MessagesStream:
-    """Writes one streamed answer: blocks one after the other, each with its start,
-    deltas and stop."""
-
-    keep_alive = wire.encode_event({"type": "ping"}, "ping")
-
-    def __init__(
-        self,
-        dialect: MessagesDialect,
-        request: MessagesRequest,
-        start: ResponseStart,
-    ) -> None:
-        self._dialect = dialect
-        self._request = request
-        self._start = start
-        self._open_block = ""
-        """Type of the open block; "" if none is open."""
-        self._index = -1
-        self._blocks_of_calls: dict[int, int] = {}
-
-    def head(self, cached_tokens: int) -> bytes:
-        prompt_tokens = self._start.prompt_tokens
-        usage = _usage_fields(prompt_tokens, cached_tokens, sampled_tokens=0)
-        message = self._dialect.message_fields(
-            self._start.turn_id, content=(), usage=usage
-        )
-        return _event("message_start", message=message) + self.keep_alive
-
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        delta = piece.delta
-        events: list[bytes] = []
-        if delta.reasoning:
-            events += self._thinking_events(delta.reasoning)
-        if delta.content:
-            events.append(self._ensure_block("text", text=""))
-            events.append(self._delta("text_delta", text=delta.content))
-        for call in delta.calls:
-            events += self._call_events(call)
-        return b"".join(events)
-
-    def tail(self, answers: Sequence[Answer]) -> bytes:
-        [answer] = answers
-        message_delta = _event(
-            "message_delta",
-            delta=_stop_fields(answer),
-            usage=_usage(answer.turn),
-        )
-        return self._stop_block() + message_delta + _event("message_stop")
-
-    def error(self, error: SessionError) -> bytes:
-        return b"event: error\ndata: " + self._dialect.error(error) + b"\n\n"
-
-    def _thinking_events(self, text: str) -> list[bytes]:
-        if not self._request.shows_thinking:
-            return [self.keep_alive]
-        start = self._ensure_block("thinking", thinking="", signature="")
-        if self._request.omits_thinking_text:
-            return [start]
-        return [start, self._delta("thinking_delta", thinking=text)]
-
-    def _call_events(self, call: CallDelta) -> list[bytes]:
-        events = []
-        if call.index not in self._blocks_of_calls:
-            events.append(self._stop_block())
-            start = self._ensure_block("tool_use", id=call.id, name=call.name, input={})
-            events.append(start)
-            self._blocks_of_calls[call.index] = self._index
-        if call.arguments:
-            # The arguments of an earlier call may come late: the index says which call
-            # they are of.
-            index = self._blocks_of_calls[call.index]
-            delta = self._delta("input_json_delta", index, partial_json=call.arguments)
-            events.append(delta)
-        return events
-
-    def _ensure_block(self, kind: str, **fields: Any) -> bytes:
-        """Begin a block of this type, unless one is open."""
-        if kind == self._open_block:
-            return b""
-        stop = self._stop_block()
-        self._open_block = kind
-        self._index += 1
-        start = _event(
-            "content_block_start",
-            index=self._index,
-            content_block={"type": kind, **fields},
-        )
-        return stop + start
-
-    def _delta(self, kind: str, index: int | None = None, **fields: str) -> bytes:
-        """Return a piece of the last block, or of block number `index`."""
-        if index is None:
-            index = self._index
-        delta = {"type": kind, **fields}
-        return _event("content_block_delta", index=index, delta=delta)
-
-    def _stop_block(self) -> bytes:
-        kind = self._open_block
-        self._open_block = ""
-        if not kind:
-            return b""
-        stop = _event("content_block_stop", index=self._index)
-        if kind != "thinking":
-            return stop
-        signature = _signature(self._start.turn_id)
-        return self._delta("signature_delta", signature=signature) + stop
-
-
-def _stop_fields(answer: Answer) -> dict[str, str | None]:
-    """Return Anthropic's name of the finish reason, and the stop sequence that ended
-    the reply."""
-    if answer.turn.finish_reason == "length":
-        reason = "max_tokens"
-    elif answer.stop:
-        reason = "stop_sequence"
-    elif answer.message.tool_calls:
-        reason = "tool_use"
-    else:
-        reason = "end_turn"
-    return {"stop_reason": reason, "stop_sequence": answer.stop or None}
-
-
-def _usage(turn: Turn) -> dict[str, int]:
-    sampled_tokens = len(turn.sampled_ids_T)
-    return _usage_fields(turn.prompt_tokens, turn.cached_tokens, sampled_tokens)
-
-
-def _usage_fields(
-    prompt_tokens: int,
-    cached_tokens: int,
-    sampled_tokens: int,
-) -> dict[str, int]:
-    """Count tokens. Anthropic's `input_tokens` do not include those read from the
-    cache."""
-    return {
-        "input_tokens": prompt_tokens - cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached_tokens,
-        "output_tokens": sampled_tokens,
-    }
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return wire.encode_event({"type": kind, **fields}, kind)
-
-
-def _signature(turn_id: str) -> str:
-    """Return a signature of thinking, which clients require and send back. Nothing
-    reads it."""
-    return f"invrl-{turn_id}"
 
 
 def _turn_request(

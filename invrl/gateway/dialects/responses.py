@@ -65,9 +65,7 @@ from invrl.gateway.dialects.response_tools import (
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
-    CallDelta,
     Delta,
-    Message,
     Node,
     Piece,
     ResponseStart,
@@ -280,7 +278,7 @@ class ResponsesDialect(OpenAIDialect):
             if parameter == "include" and value == _LOGPROBS:
                 shows_logprobs = True
         presentation = _Presentation(logprobs=shows_logprobs, echo=_recorded_echo(node))
-        return self._encode_response(presentation, _recorded_response(node))
+        return self._encode_response(presentation, Answer.recorded(node))
 
     def logprobs(
         self, presentation: _Presentation, pieces: Sequence[Piece]
@@ -333,7 +331,7 @@ class ResponsesDialect(OpenAIDialect):
     def _encode_response(self, presentation: _Presentation, answer: Answer) -> bytes:
         output = ResponseOutput(answer.turn.id, presentation.tools)
         logprobs = self.logprobs(presentation, answer.pieces)
-        output.add(_reply_delta(answer.message), logprobs)
+        output.add(Delta.of_reply(answer.message), logprobs)
         output.close(complete=_is_complete(answer))
         response = self.ended_response(presentation, answer, output)
         return msgspec.json.encode(response)
@@ -448,34 +446,6 @@ class _ResponseStream:
 def _is_complete(answer: Answer) -> bool:
     """Whether the model ended the reply itself."""
     return answer.turn.finish_reason == "stop"
-
-
-def _recorded_response(node: Node) -> Answer:
-    """Return the answer of a recorded turn, in one piece."""
-    turn = node.turn
-    piece = Piece(
-        delta=Delta(),
-        ids_T=turn.sampled_ids_T,
-        logprobs_T=turn.logprobs_T,
-    )
-    return Answer(turn=turn, message=node.messages[-1], pieces=(piece,))
-
-
-def _reply_delta(message: Message) -> Delta:
-    calls = []
-    for index, call in enumerate(message.tool_calls):
-        delta = CallDelta(
-            index=index,
-            id=call.id,
-            name=call.name,
-            arguments=call.arguments,
-        )
-        calls.append(delta)
-    return Delta(
-        content=message.content,
-        reasoning=message.reasoning,
-        calls=tuple(calls),
-    )
 
 
 def _turn_id(response_id: str | None) -> str:

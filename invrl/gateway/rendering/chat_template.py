@@ -18,7 +18,7 @@ import msgspec
 
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
-from invrl.gateway.rendering.renderer import Template
+from invrl.gateway.rendering.model_text import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 from invrl.user_code.model_folder import (
     ADDITIONAL_TEMPLATES,

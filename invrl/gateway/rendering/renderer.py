@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.content_marks import double_marks, without_marks
+from invrl.gateway.rendering.model_text import Template, TextTokenizer
 from invrl.gateway.rendering.prompt_cache import PromptCache
+from invrl.gateway.rendering.prompt_room import LARGE_TEXT, PromptTooLong, Room
 from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.rendering.thinking import (
     END_THINK,
@@ -28,9 +29,6 @@ from invrl.gateway.rendering.thinking import (
 )
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
-LARGE_TEXT = 32_768
-"""Characters. A longer text is tokenized so that other threads run meanwhile, and only
-after a lower bound of its length was compared with the available room."""
 _PROBE = "invrl-probe"
 _PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
 _PROBE_RESULT = Message("tool", "1", tool_call_id="call-1")
@@ -46,68 +44,6 @@ _PROBE_TOOL_LOOP = (
     _PROBE_REPLY,
     _PROBE_REPLY,
 )
-
-
-class PromptTooLong(Exception):
-    """The prompt has more tokens than there is room for. `tokens` is their number if
-    `exact`, otherwise a lower bound of it."""
-
-    def __init__(self, tokens: int, *, exact: bool) -> None:
-        super().__init__(f"{tokens} tokens")
-        self.tokens = tokens
-        self.exact = exact
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Number of tokens that a prompt may have. `exact`: a longer prompt is counted, not
-    estimated."""
-
-    tokens: int
-    exact: bool = False
-
-
-class TextTokenizer(Protocol):
-    """Tokenizer that a renderer needs."""
-
-    @property
-    def begin_ids(self) -> Sequence[int]:
-        """Ids before every text that no template has rendered."""
-        ...
-
-    def encode(
-        self, text: str, *, inside: bool = False, max_ids: int | None = None
-    ) -> list[int]:
-        """Return the ids of the text. Raises PromptTooLong, with the exact number, if
-        there are more than `max_ids`. `inside`: the text follows other tokens."""
-        ...
-
-    def min_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's number of tokens, found without tokenizing
-        it; 0 if none is known."""
-        ...
-
-    def decode(
-        self, ids: Sequence[int], *, special: bool, inside: bool = False
-    ) -> str: ...
-
-    def preload(self) -> None: ...
-
-
-class Template(Protocol):
-    """Chat template of a model."""
-
-    def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
-
-    def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """Count the texts of control tokens in the messages, which are rendered as
-        plain text."""
-        return 0
-
-    def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
-        """Return beginning and end of the last text in the rendered messages that the
-        template itself marks as a reply of the model; None if it marks none."""
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """The text of a reply as its token ids arrive, without half characters and without stop
 strings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from invrl.gateway.types import Decode
 
 _INCOMPLETE = "�"
 """Output of a tokenizer for bytes that are no whole character."""
@@ -21,14 +23,11 @@ as `_UNSETTLED_CHARACTERS` have."""
 class TextStream:
     """Turns ids into text. It never splits a character, and it holds back a stop string
     and everything that may become one. The joined pieces are the text of the reply.
-    `decode` turns ids into text.
 
     Invariant: the work for one id is bounded, even if the ids never form a character.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]
-    ) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []

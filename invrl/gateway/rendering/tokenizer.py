@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
+from invrl.gateway.rendering.prompt_room import LARGE_TEXT, PromptTooLong
 from invrl.gateway.rendering.token_bound import TokenBound, token_bound
 from invrl.user_code.model_folder import read_optional_json, read_tokenizer
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from invrl.errors import SessionError
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.turns.forest import Forest
 from invrl.gateway.turns.generation import Generation
+from invrl.gateway.turns.matching.forest import Forest
 from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.types import Change, MatchLevel, Node
 from invrl.types.sessions import Sampling

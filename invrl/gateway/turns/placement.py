@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import SessionError
-from invrl.gateway.rendering.renderer import PromptTooLong, Renderer, Room
+from invrl.gateway.rendering.prompt_room import PromptTooLong, Room
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.types import Change, ForkReason, Message, Node, Prompt, TurnRequest
 from invrl.types.sessions import Sampling

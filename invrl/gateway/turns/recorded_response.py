@@ -4,16 +4,7 @@ sampled."""
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from invrl.engines.client.generation import NO_TOP
-from invrl.gateway.types import (
-    Answer,
-    CallDelta,
-    Delta,
-    Message,
-    Node,
-    Piece,
-    ResponseStart,
-)
+from invrl.gateway.types import Answer, Node, Piece, ResponseStart
 
 
 class RecordedResponse:
@@ -22,12 +13,6 @@ class RecordedResponse:
 
     def __init__(self, node: Node) -> None:
         turn = node.turn
-        piece = Piece(
-            delta=_reply_delta(node.messages[-1]),
-            ids_T=turn.sampled_ids_T,
-            logprobs_T=turn.logprobs_T,
-            top=NO_TOP,
-        )
         self.turn_id = turn.id
         self.digest = turn.request_digest
         self.start = ResponseStart(
@@ -36,9 +21,7 @@ class RecordedResponse:
         self.cached_tokens = turn.cached_tokens
         self.delivered = False
         """Whether some client got the whole answer."""
-        self._answer = Answer(
-            turn=turn, message=node.messages[-1], pieces=(piece,), stop=node.stop
-        )
+        self._answer = Answer.recorded(node)
         self._num_attached = 0
 
     @property
@@ -65,13 +48,3 @@ class RecordedResponse:
 
     async def answer(self) -> Answer:
         return self._answer
-
-
-def _reply_delta(reply: Message) -> Delta:
-    """Return the reply as it was parsed when sampled. Parsed again, in other pieces,
-    the same text might give another result."""
-    calls = tuple(
-        CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
-        for index, call in enumerate(reply.tool_calls)
-    )
-    return Delta(content=reply.content, reasoning=reply.reasoning, calls=calls)

@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import asdict
 
 from invrl.gateway.turns.conversation import Conversation
-from invrl.gateway.turns.fork_changes import advice
+from invrl.gateway.turns.matching.fork_changes import advice
 from invrl.gateway.types import Change, ForkReason
 from invrl.types.tasks import Json
 from invrl.types.turns import Turn

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -31,12 +30,14 @@ from invrl.gateway.rendering.tool_calls.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import Conversation, ResponseSource
 from invrl.gateway.turns.generation import Generation, Proposal, Recorded
-from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT, Placement, Placer
+from invrl.gateway.turns.placement import Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recorded_response import RecordedResponse
 from invrl.gateway.turns.recovery import restore
 from invrl.gateway.turns.reply_sampling import Sampler
 from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
+from invrl.gateway.turns.tool_choice import check_tool_choice, forcing_field
+from invrl.gateway.turns.turn_counts import TurnCounts
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -46,8 +47,6 @@ from invrl.types.turns import Turn
 _log = logging.getLogger(__name__)
 _PROMPT_END_TOKENS = 8
 """End of a prompt that shows whether the reply begins inside of thinking."""
-_MAX_IGNORED_NAMES = 256
-"""Maximum number of ignored fields that are counted by name."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -83,16 +82,7 @@ class Turns:
     """Time that a generation waits for an engine, if there is none."""
     space_wait_s: float = 240.0
     """How long a turn waits to be recorded, if the disk is full."""
-    counts: Counter[str] = field(default_factory=Counter, init=False)
-    forks: Counter[str] = field(default_factory=Counter, init=False)
-    """Turns that forked, by reason."""
-    matches: Counter[str] = field(default_factory=Counter, init=False)
-    """Turns that continue another, by the `MatchLevel` at which they match."""
-    overridden: Counter[str] = field(default_factory=Counter, init=False)
-    """Sessions by client requests that the run did not grant: sampling parameters,
-    another model."""
-    ignored: Counter[str] = field(default_factory=Counter, init=False)
-    """Requests by fields that the gateway does not know."""
+    counts: TurnCounts = field(default_factory=TurnCounts, init=False)
     threads: PromptThreads = field(default_factory=PromptThreads, init=False)
     placer: Placer = field(init=False)
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
@@ -177,7 +167,7 @@ class Turns:
         return prepared
 
     def _prepare(self, conversation: Conversation, request: TurnRequest) -> Prepared:
-        self._check_tool_choice(request)
+        check_tool_choice(request, shows_tools=bool(self.parsers.tool_calls))
         placement = self.placer.place(conversation, request)
         # last: of tools that fit into the context
         constraint = self._constraint(request)
@@ -216,7 +206,7 @@ class Turns:
         constraint = prepared.constraint
         is_freed = bool(constraint) and self._frees_replies(record)
         if constraint:
-            record.forced[_forcing_field(request)] += 1
+            record.forced[forcing_field(request)] += 1
         if is_freed:
             constraint = {}
         if placement.parent is not None:
@@ -224,13 +214,13 @@ class Turns:
             # reported.
             self._mark_delivered(conversation, placement.parent.turn.id)
         turn_sampling = self._admit(conversation, request, placement)
-        self._count_placement(record, placement)
+        self.counts.add_placement(record, placement)
         overridden = list(turn_sampling.overridden)
         if is_freed:
-            overridden.append(_forcing_field(request))
+            overridden.append(forcing_field(request))
         if request.model is not None and request.model not in self.models:
             overridden.append("model")
-        newly_overridden = self._count_overridden(record, overridden)
+        newly_overridden = self.counts.add_overridden(record, overridden)
         proposal = self._propose(
             conversation, request, placement, turn_sampling, constraint
         )
@@ -328,56 +318,12 @@ class Turns:
         existing = conversation.existing_response(request.digest, retry=request.retry)
         if existing is None:
             return None
-        self.counts["retries_answered"] += 1
+        self.counts.turns["retries_answered"] += 1
         if isinstance(existing, Node):
             recorded = RecordedResponse(existing)
             conversation.repeat(recorded)
             return recorded
         return existing
-
-    def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
-        if placement.fork is not None:
-            self.forks[placement.fork.value] += 1
-        if (
-            CONTROL_TOKENS_AS_TEXT in placement.counts
-            and not self.counts[CONTROL_TOKENS_AS_TEXT]
-        ):
-            _log.info(
-                "a message of session %s has the text of a control token, which stays text"
-                " (--gateway.special-tokens-in-content control makes it the token; logged once)",
-                record.session.id,
-            )
-        record.counts.update(placement.counts)
-        for name, count in placement.counts.items():
-            if name.startswith("matches/"):
-                self.matches[name.removeprefix("matches/")] += count
-            else:
-                self.counts[name] += count
-
-    def _count_overridden(
-        self, record: SessionRecord, names: Sequence[str]
-    ) -> tuple[str, ...]:
-        """Count overridden parameters and return the names that are new in this
-        session."""
-        new_names = tuple(name for name in names if name not in record.overridden)
-        record.overridden.update(new_names)
-        self.overridden.update(new_names)
-        return new_names
-
-    def count_ignored(self, record: SessionRecord, names: Sequence[str]) -> None:
-        """Count fields of a request that the gateway does not know. Clients choose
-        their names, so the number of names is limited."""
-        for name in names:
-            is_new = name not in self.ignored
-            if is_new and len(self.ignored) >= _MAX_IGNORED_NAMES:
-                continue
-            if is_new:
-                _log.info(
-                    "%r is ignored: no field that this gateway knows (logged once)",
-                    name,
-                )
-            self.ignored[name] += 1
-            record.ignored[name] += 1
 
     async def count_tokens(
         self, conversation: Conversation, request: TurnRequest, *, size: int
@@ -407,20 +353,11 @@ class Turns:
 
     def _mark_delivered(self, conversation: Conversation, turn_id: str) -> None:
         if conversation.frozen:
-            self.counts["delivered_too_late"] += 1
+            self.counts.turns["delivered_too_late"] += 1
         elif turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
             self.store.mark_delivered(turn_id)
-            self.counts["delivered"] += 1
-
-    def metrics(self) -> Mapping[str, Mapping[str, int]]:
-        return {
-            "turns": dict(self.counts),
-            "forks": dict(self.forks),
-            "matches": dict(self.matches),
-            "overridden": dict(self.overridden),
-            "ignored": dict(self.ignored),
-        }
+            self.counts.turns["delivered"] += 1
 
     def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:
         """Return SGLang's sampling parameters that force the form of the reply. Raises
@@ -431,34 +368,6 @@ class Turns:
             parallel=request.parallel_tool_calls and self.renderer.parallel_calls,
             schema=request.schema,
         )
-
-    def _check_tool_choice(self, request: TurnRequest) -> None:
-        """Raise SessionError 400 if the template does not show tools to the model, or
-        if the choice names a tool that the request does not have."""
-        choice = request.tool_choice
-        names = [tool.name for tool in request.tools]
-        if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
-            reason = (
-                "`tools` need a chat template that shows them, and this model's does not: give one with "
-                "--chat-template-path FILE (chatml-tools, for models that speak ChatML, is shipped)"
-            )
-            raise SessionError(
-                reason, status=400, code="unsupported_parameter", param="tools"
-            )
-        if choice.mode in ("required", "named") and not names:
-            reason = "`tool_choice` asks for a call, `tools` has none"
-            raise SessionError(
-                reason, status=400, code="invalid_value", param="tool_choice"
-            )
-        chosen = choice.allowed
-        if choice.mode == "named":
-            chosen = (choice.name,)
-        for name in chosen:
-            if name not in names:
-                reason = f"`tool_choice` names {name!r}, `tools` has {', '.join(names)}"
-                raise SessionError(
-                    reason, status=400, code="invalid_value", param="tool_choice"
-                )
 
     def _parser(
         self, request: TurnRequest, context_ids: Sequence[int], turn_id: str
@@ -497,7 +406,7 @@ class Turns:
         it was aborted."""
         loop = asyncio.get_running_loop()
         if not len(turn.sampled_ids_T) or conversation.frozen:
-            self._count_turn(turn, recorded)
+            self.counts.add_turn(turn, recorded)
             nothing_to_store: asyncio.Future[None] = loop.create_future()
             nothing_to_store.set_result(None)
             return nothing_to_store
@@ -545,32 +454,13 @@ class Turns:
         if durable.cancelled() or durable.exception() is not None:
             conversation.discard(node.turn)
             return
-        self._count_turn(node.turn, recorded)
+        self.counts.add_turn(node.turn, recorded)
         if node.turn.finish_reason != "abort":
             conversation.forest.add(node)
-
-    def _count_turn(self, turn: Turn, recorded: Recorded) -> None:
-        self.counts[turn.finish_reason] += 1
-        if recorded.segments:
-            self.counts["moved"] += 1
-        if recorded.not_moved is not None:
-            self.counts[f"not_moved/{recorded.not_moved.value}"] += 1
-        self.counts["prompt_tokens"] += turn.prompt_tokens
-        self.counts["cached_tokens"] += turn.cached_tokens
-        self.counts["sampled_tokens"] += len(turn.sampled_ids_T)
 
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _forcing_field(request: TurnRequest) -> str:
-    """Return the field of the request that asks for the form of the reply to be
-    forced."""
-    mode = request.tool_choice.mode
-    if mode in ("required", "named"):
-        return f"tool_choice={mode}"
-    return "response_format"
 
 
 def _in_loop(

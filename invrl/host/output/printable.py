@@ -5,7 +5,6 @@ them would move the cursor, colour the screen or set the terminal's title. Here 
 characters become visible.
 """
 
-import sys
 import unicodedata
 
 _KEPT = "\n\t"
@@ -13,21 +12,17 @@ _SEPARATORS = ("Zl", "Zp")
 """Unicode's line and paragraph separators, which break lines in some terminals."""
 
 
-def printable(text: str, encoding: str = "utf-8") -> str:
+def printable(text: str) -> str:
     """Return `text` with escapes such as \x1b or \u202e in place of the characters that
     a terminal must not get.
 
     These are control characters, format characters (some reverse the writing
-    direction), lone surrogates, and what `encoding` lacks. New lines and tabs stay.
+    direction), and lone surrogates. New lines and tabs stay. The streams of a command
+    write escapes for what the terminal's encoding lacks (`utf8_mode.py`).
     """
-    if not (text.isascii() and text.isprintable()):
-        text = "".join(_visible(character) for character in text)
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def for_stdout(text: str) -> str:
-    """Return `printable` text in the encoding of this process's standard output."""
-    return printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_visible(character) for character in text)
 
 
 def _visible(character: str) -> str:

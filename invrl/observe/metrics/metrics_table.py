@@ -117,11 +117,11 @@ class MetricsTable:
                 rows.setdefault(step, {"step": step})[name] = value
         return [rows[step] for step in sorted(rows)]
 
-    def names(self) -> Mapping[str, tuple[int, float | None]]:
-        """Return every name with its number of points and its last value."""
+    def names(self) -> Mapping[str, float | None]:
+        """Return every name with its last value."""
         with self._lock:
             return {
-                name: (len(column.steps), _finite(column.values[-1]))
+                name: _finite(column.values[-1])
                 for name, column in self._columns.items()
             }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from invrl.gateway.types import Message
-from invrl.host.output.printable import for_stdout, one_line, trimmed
+from invrl.host.output.printable import one_line, printable, trimmed
 from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.observe.samples.transcript import Transcript, message_text, read_transcript
 from invrl.store.run_store import RunStore
@@ -130,7 +130,7 @@ def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
     if transcript:
         reply = _shorten(message_text(transcript[-1].reply))
     lines.append(f"    model: {reply or '(nothing)'}")
-    return for_stdout("\n".join(lines))
+    return printable("\n".join(lines))
 
 
 def _shorten(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from invrl.host.output.printable import for_stdout, trimmed
+from invrl.host.output.printable import printable, trimmed
 from invrl.observe.samples.samples import distinct_replies
 from invrl.observe.samples.transcript import message_text, read_transcript
 
@@ -51,7 +51,7 @@ def describe_samples(
         previous_opening = transcript[0].prompt if transcript else ()
     if len(samples) < len(total):
         parts.append(f"{len(samples)} of {len(total)} shown; -n N shows more, -n 0 all")
-    return for_stdout("\n\n".join(parts))
+    return printable("\n\n".join(parts))
 
 
 def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:

@@ -9,17 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = " .:-=+*%#"
-"""Letters for terminals that lack those of `BLOCKS`."""
-
-
-def can_draw_blocks(encoding: str | None) -> bool:
-    """Whether a terminal of this encoding has the letters of `BLOCKS`."""
-    try:
-        BLOCKS.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+_EIGHTHS = len(BLOCKS) - 1
 
 
 def downsample(values: Sequence[float], width: int) -> list[float]:
@@ -33,7 +23,7 @@ def downsample(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
-def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Draw one row, at most `width` letters wide. The lowest value gets the lowest
     visible letter."""
     columns = downsample(values, width)
@@ -43,7 +33,7 @@ def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> s
     letters: list[str] = []
     for value in columns:
         share = 0.5 if high == low else (value - low) / (high - low)
-        letters.append(blocks[1 + round(share * (len(blocks) - 2))])
+        letters.append(BLOCKS[1 + round(share * (_EIGHTHS - 1))])
     return "".join(letters)
 
 
@@ -54,7 +44,6 @@ def block_chart(
     *,
     low: float,
     high: float,
-    blocks: str = BLOCKS,
 ) -> list[str]:
     """Draw bars from `low` to each value, as rows from top to bottom. A value at `low`
     still shows a line. `width`: of the chart; fewer values make wider bars."""
@@ -63,15 +52,14 @@ def block_chart(
         return []
     repeat = max(1, min(4, width // len(columns)))
     span = (high - low) or 1.0
-    eighths = len(blocks) - 1
     filled: list[int] = []
     for value in columns:
         share = min(1.0, max(0.0, (value - low) / span))
-        filled.append(max(1, round(share * height * eighths)))
+        filled.append(max(1, round(share * height * _EIGHTHS)))
     rows: list[str] = []
     for row in range(height - 1, -1, -1):
         letters = [
-            blocks[min(eighths, max(0, amount - row * eighths))] for amount in filled
+            BLOCKS[min(_EIGHTHS, max(0, amount - row * _EIGHTHS))] for amount in filled
         ]
         rows.append("".join(letter * repeat for letter in letters))
     return rows

@@ -24,7 +24,7 @@ from rich.text import Text
 from invrl.host.output import live_lines
 from invrl.host.output.printable import one_line, printable
 from invrl.observe.metrics.metric_curves import EVAL_PREFIX, EVAL_SUFFIX, REWARD
-from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks, sparkline
+from invrl.observe.screen.charts import sparkline
 from invrl.observe.screen.step_text import failures_text, format_number, metric_texts
 from invrl.observe.screen.watch_screen import duration
 from invrl.observe.sinks.phases import waited_for
@@ -173,13 +173,11 @@ class Frame:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        draws_blocks = can_draw_blocks(options.encoding)
-        blocks = BLOCKS if draws_blocks else ASCII_BLOCKS
         # A full-width line would wrap in some terminals.
         width = max(1, options.max_width - 1)
         lines = [
-            _bar_line(self.run, self.now, width, draws_blocks=draws_blocks),
-            *_score_lines(self.run, width, blocks=blocks),
+            _bar_line(self.run, self.now, width),
+            *_score_lines(self.run, width),
             Text(_phase_text(self.run, self.now), "cyan"),
             Text(_metrics_text(self.run), "dim"),
         ]
@@ -187,26 +185,25 @@ class Frame:
         if self.run.ended_at is None:
             live_lines.drawn(len(lines))
         for line in lines:
-            line.plain = printable(line.plain, options.encoding)
-            line.truncate(width, overflow="ellipsis" if draws_blocks else "crop")
+            line.plain = printable(line.plain)
+            line.truncate(width, overflow="ellipsis")
             line.no_wrap = True
             yield line
 
 
-def _bar_line(run: ShownRun, now: float, width: int, *, draws_blocks: bool) -> Text:
+def _bar_line(run: ShownRun, now: float, width: int) -> Text:
     """Draw a bar in the space next to the texts; no bar if there is too little."""
     step = f"step {max(run.phase_step, run.steps_made)}/{run.num_steps}"
     time_text = _time_text(run, now)
     bar_width = min(_MAX_BAR_WIDTH, width - len(step) - len(time_text) - 2)
     if bar_width < _MIN_BAR_WIDTH:
         return Text.assemble((step, "bold"), " ", time_text)
-    filled_letter, empty_letter = ("━", "─") if draws_blocks else ("#", ".")
     filled = min(bar_width, bar_width * run.steps_made // max(1, run.num_steps))
     return Text.assemble(
         (step, "bold"),
         " ",
-        (filled_letter * filled, "green"),
-        (empty_letter * (bar_width - filled), "dim"),
+        ("━" * filled, "green"),
+        ("─" * (bar_width - filled), "dim"),
         " ",
         time_text,
     )
@@ -223,7 +220,7 @@ def _time_text(run: ShownRun, now: float) -> str:
     return f"about {duration(seconds)} left"
 
 
-def _score_lines(run: ShownRun, width: int, *, blocks: str) -> list[Text]:
+def _score_lines(run: ShownRun, width: int) -> list[Text]:
     """Return the last reward or loss, its curve, and the held-out scores, on a separate
     line if they would leave no space for the curve."""
     line = Text()
@@ -237,7 +234,7 @@ def _score_lines(run: ShownRun, width: int, *, blocks: str) -> list[Text]:
     room_beside = room - len(held_out) - 2
     is_beside = room_beside >= min(_MIN_CURVE_WIDTH, len(run.curve))
     curve_width = min(_MAX_CURVE_WIDTH, room_beside if is_beside else room)
-    line.append(sparkline(run.curve, curve_width, blocks=blocks), "green")
+    line.append(sparkline(run.curve, curve_width), "green")
     if is_beside and held_out:
         line.append(f"  {held_out}")
     if is_beside or not held_out:

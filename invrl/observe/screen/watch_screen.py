@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import ConsoleDimensions, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -51,46 +50,35 @@ _BAR_WIDTH = 20
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenSize:
-    """Size of the terminal, in letters."""
-
-    width: int
-    height: int
-    blocks: str = BLOCKS
-    """The letters of charts (`observe/screen/charts.py`)."""
-    encoding: str = "utf-8"
-
-
-def screen(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
+def screen(status: RunStatus, size: ConsoleDimensions, *, now: float) -> RenderableType:
     """Return the whole screen. `now`: Unix seconds."""
-    parts: list[RenderableType] = [_head(status, size, now=now)]
-    parts += [_line(f"note: {note}", size, "yellow") for note in status.notes]
+    parts: list[RenderableType] = [_head(status, now=now)]
+    parts += [_line(f"note: {note}", "yellow") for note in status.notes]
     parts += _reward(status, size)
-    parts += _metrics(status, size)
-    parts += _phases(status, size)
-    parts += _processes(status, size, now=now)
-    parts += _evaluations(status, size)
-    parts += _failures(status, size)
+    parts += _metrics(status)
+    parts += _phases(status)
+    parts += _processes(status, now=now)
+    parts += _evaluations(status)
+    parts += _failures(status)
     return Group(*parts)
 
 
 # ----------------------------------------------------------------- the parts
 
 
-def _head(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
+def _head(status: RunStatus, *, now: float) -> RenderableType:
     color = {"running": "green", "ended": "blue"}.get(status.state, "red")
     state: str = status.state
     if state in ("failed", "interrupted"):
         state = f"{state} before its last step"
     head = Text.assemble(
-        (_safe(status.name, size), "bold"), "  ", (state, color), no_wrap=True
+        (_safe(status.name), "bold"), "  ", (state, color), no_wrap=True
     )
-    lines = [head, _line(_progress(status), size, "")]
+    lines = [head, _line(_progress(status), "")]
     if status.phase is not None and status.state != "ended":
-        lines.append(_line(_phase_now(status, now=now), size, "cyan"))
+        lines.append(_line(_phase_now(status, now=now), "cyan"))
     if status.state != "running":
-        lines.append(Text(_safe(status.outcome, size)))
+        lines.append(Text(_safe(status.outcome)))
     return Group(*lines)
 
 
@@ -116,29 +104,28 @@ def _phase_now(status: RunStatus, *, now: float) -> str:
     text = f"now: {phase.name}"
     if phase.step:
         text += f", step {phase.step}"
-    if phase.since is not None:
-        text += f", for {duration(max(0.0, now - phase.since))}"
+    text += f", for {duration(max(0.0, now - phase.since))}"
     waits = waited_for(phase.name)
     if waits:
         text += f"; waits for {'the ' if waits != 'rollouts' else ''}{waits}"
     return text
 
 
-def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
+def _reward(status: RunStatus, size: ConsoleDimensions) -> list[RenderableType]:
     """Draw the curve of rewards. Held-out accuracies and losses are only in the table
     below it."""
     _, rewards = curve(status.rows, REWARD)
     if not rewards:
-        return [_line("no reward yet", size, "dim")]
+        return [_line("no reward yet", "dim")]
     low, high = _reward_limits(status.rows, rewards)
     label_width = max(len(format_number(low)), len(format_number(high)))
     width = max(1, size.width - label_width - 3)
     height = max(3, min(8, size.height // 5))
-    rows = block_chart(rewards, width, height, low=low, high=high, blocks=size.blocks)
+    rows = block_chart(rewards, width, height, low=low, high=high)
     title = f"reward {format_number(rewards[0])} -> {format_number(rewards[-1])}"
     if len(downsample(rewards, width)) < len(rewards):
         title += f" (a column is {len(rewards) / width:.1f} steps)"
-    lines: list[RenderableType] = [_title(title, size)]
+    lines: list[RenderableType] = [_title(title)]
     for index, row in enumerate(rows):
         label = ""
         if index == 0:
@@ -156,7 +143,7 @@ def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
 def _reward_limits(
     rows: Sequence[MetricsRow], rewards: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the range of single rewards; for an older run, of their means."""
+    """Return the range of single rewards."""
     _, lowest = curve(rows, REWARD_MIN)
     _, highest = curve(rows, REWARD_MAX)
     low = min([*lowest, *rewards])
@@ -166,7 +153,7 @@ def _reward_limits(
     return low, high
 
 
-def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
+def _metrics(status: RunStatus) -> list[RenderableType]:
     latest: dict[str, float] = {}
     for row in status.rows:
         latest.update({name: value for name, value in row.items() if value is not None})
@@ -177,10 +164,10 @@ def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     ]
     if not texts:
         return []
-    return [Text(_safe(", ".join(texts), size))]
+    return [Text(_safe(", ".join(texts)))]
 
 
-def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
+def _phases(status: RunStatus) -> list[RenderableType]:
     """Return the mean seconds of each phase over the last steps."""
     spans = [
         span for span in status.timeline.spans if span.step and span.name != "starting"
@@ -191,19 +178,19 @@ def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     total = sum(seconds.values())
     if not total:
         return []
-    table = _table(size)
+    table = _table()
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
-        bar = size.blocks[-1] * max(1, round(_BAR_WIDTH * value / total))
+        bar = BLOCKS[-1] * max(1, round(_BAR_WIDTH * value / total))
         waits = waited_for(name)
         table.add_row(
-            _safe(name, size),
+            _safe(name),
             duration(value),
             f"{value / total:.0%}",
             Text(bar, style="cyan"),
             f"waits for {waits}" if waits else "",
         )
     return [
-        _title(f"seconds a step, mean of the last {_RECENT_STEPS} at most", size),
+        _title(f"seconds a step, mean of the last {_RECENT_STEPS} at most"),
         table,
     ]
 
@@ -217,9 +204,7 @@ def _seconds_by_name(spans: Sequence[Span], num_steps: int) -> dict[str, float]:
     return seconds
 
 
-def _processes(
-    status: RunStatus, size: ScreenSize, *, now: float
-) -> list[RenderableType]:
+def _processes(status: RunStatus, *, now: float) -> list[RenderableType]:
     if not status.timeline.samples:
         return []
     sample = status.timeline.samples[-1]
@@ -228,12 +213,12 @@ def _processes(
         title += f", {duration(max(0.0, now - sample.time))} ago"
     else:
         title += ", at the end"
-    lines: list[RenderableType] = [_title(title, size)]
+    lines: list[RenderableType] = [_title(title)]
     if sample.engines:
-        table = _table(size)
+        table = _table()
         for engine in sample.engines:
             table.add_row(
-                _safe(engine.name, size),
+                _safe(engine.name),
                 f"{engine.running} running",
                 f"{engine.waiting} waiting",
                 f"KV cache {engine.kv_use:.0%}",
@@ -243,9 +228,9 @@ def _processes(
             )
         lines.append(table)
     if sample.gateway is not None:
-        lines.append(_line(_gateway_text(sample), size, ""))
+        lines.append(_line(_gateway_text(sample), ""))
     if sample.memory:
-        lines.append(_line(_memory_text(sample.memory), size, ""))
+        lines.append(_line(_memory_text(sample.memory), ""))
     return lines
 
 
@@ -272,11 +257,11 @@ def _memory_text(memory: Mapping[str, int]) -> str:
     return f"memory (GiB): {', '.join(parts)}; {sum(memory.values()) / _GIB:.1f} in all"
 
 
-def _evaluations(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
+def _evaluations(status: RunStatus) -> list[RenderableType]:
     """Return the first and last value of each held-out accuracy, with the last one's
     interval."""
     names = eval_names(status.rows)
-    table = _table(size)
+    table = _table()
     for name in names:
         steps, values = curve(status.rows, name)
         if not values:
@@ -290,23 +275,23 @@ def _evaluations(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
         if len(values) > 1:
             change = f"{format_number(values[0])} -> {format_number(values[-1])}"
         label = name.removeprefix(EVAL_PREFIX)
-        table.add_row(_safe(label, size), change, interval, f"step {steps[-1]}")
+        table.add_row(_safe(label), change, interval, f"step {steps[-1]}")
     if not table.rows:
         return []
-    return [_title("held out", size), table]
+    return [_title("held out"), table]
 
 
-def _failures(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
+def _failures(status: RunStatus) -> list[RenderableType]:
     if not status.failed:
         return []
     counts = sorted(status.failed.items(), key=lambda item: -item[1])
     reasons = ", ".join(f"{reason} {count}" for reason, count in counts)
     lines: list[RenderableType] = [
-        _title(f"failed rollouts: {sum(status.failed.values())} ({reasons})", size)
+        _title(f"failed rollouts: {sum(status.failed.values())} ({reasons})")
     ]
     for failure in status.failures[:3]:
         text = f"{failure.task_id}: {failure.reason}: {failure.detail}"
-        lines.append(_line(text, size, "red"))
+        lines.append(_line(text, "red"))
     return lines
 
 
@@ -337,28 +322,22 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def _title(text: str, size: ScreenSize) -> RenderableType:
-    line = "─" if size.blocks == BLOCKS else "-"
-    return Rule(
-        Text(_safe(text, size), "bold"), align="left", characters=line, style="dim"
-    )
+def _title(text: str) -> RenderableType:
+    return Rule(Text(_safe(text), "bold"), align="left", style="dim")
 
 
-def _line(text: str, size: ScreenSize, style: str) -> Text:
-    """Return one line, cut off at the terminal's width."""
-    shown = Text(_safe(one_line(text), size), style=style, no_wrap=True)
-    shown.truncate(size.width, overflow="ellipsis" if size.blocks == BLOCKS else "crop")
-    return shown
+def _line(text: str, style: str) -> Text:
+    """Return one line, which is cut off at the terminal's width."""
+    return Text(_safe(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _safe(text: str, size: ScreenSize) -> str:
-    return printable(one_line(text), size.encoding)
+def _safe(text: str) -> str:
+    return printable(one_line(text))
 
 
-def _table(size: ScreenSize) -> Table:
+def _table() -> Table:
     """Return a table without lines. Rows are cut off if the terminal is narrow."""
     table = Table.grid(padding=(0, 2))
-    overflow = "ellipsis" if size.blocks == BLOCKS else "crop"
     for _ in range(5):
-        table.add_column(no_wrap=True, overflow=overflow)
+        table.add_column(no_wrap=True, overflow="ellipsis")
     return table

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from invrl.errors import DeadlineError
 from invrl.host.files.disk import is_full, write_atomically
-from invrl.host.output.printable import for_stdout
+from invrl.host.output.printable import printable
 from invrl.observe.samples.sampled_rollout import SampledRollout
 from invrl.store.growing_file import GrowingFile
 from invrl.store.run_folder import RunFolder
@@ -348,7 +348,7 @@ class RunObserver(Sink):
         with contextlib.suppress(
             OSError
         ):  # the terminal may be gone, or the pipe's reader
-            print(for_stdout(text), flush=True)
+            print(printable(text), flush=True)
 
     def close(self) -> None:
         self._call_each(lambda sink: sink.close())

@@ -33,8 +33,8 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, rename={"name": "phase"})
 
     name: str
     step: int
-    since: float | None = None
-    """Unix seconds; None for a run of an earlier version."""
+    since: float
+    """Unix seconds."""
 
 
 class RunFiles:

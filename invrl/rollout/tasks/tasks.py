@@ -59,7 +59,7 @@ def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
     with _source_errors(path, "train", seed):
         first_pass = call()
     if has_feedback(first_pass):
-        return cast(Iterator[Task], first_pass)
+        return first_pass
     return chain.from_iterable(
         _checked_pass(next_call, path, "train", seed)
         for next_call in chain([lambda: first_pass], repeat(call))

@@ -172,7 +172,7 @@ def valid_reward(value: object, name: str = "the reward") -> float:
 
 def _as_float(value: Real | np.bool_) -> float:
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except OverflowError:
         return math.inf
 

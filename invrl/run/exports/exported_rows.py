@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from invrl.datasets.recorded_rows import (
-    INEXACT,
     TRUE,
     Fidelity,
     RecordedTrajectory,
@@ -158,7 +157,7 @@ class ExportedRows:
         for trajectory in trajectories:
             row = restore(self.renderer, trajectory)
             if row.fidelity not in TRUE and not (
-                self.options.inexact and row.fidelity in INEXACT
+                self.options.inexact and row.fidelity is Fidelity.OTHER_TEXT
             ):
                 self.report.left_out[row.fidelity] += 1
                 if row.detail:

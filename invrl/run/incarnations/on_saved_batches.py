@@ -4,7 +4,6 @@ saved."""
 import asyncio
 from pathlib import Path
 
-from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
 from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints.unsaved_weights import no_buffer
@@ -36,7 +35,6 @@ async def train_on_saved_batches(run: RunParts) -> None:
                 batch = load_batch(batch_path(folder, step))
                 _refuse_long_rows(batch, config)
                 _refuse_missing_columns(batch, config)
-                _refuse_missing_top_logprobs(batch, config)
                 result = await trainer.train(batch)
                 for note in step_notes(step, result):
                     run.observer.note(note)
@@ -83,19 +81,3 @@ def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
                 reason,
                 fix,
             )
-
-
-def _refuse_missing_top_logprobs(batch: TrainBatch, config: Config) -> None:
-    """Raise ConfigError if the objective reads the likeliest tokens and the batch has
-    none."""
-    if not batch.samples or not objective_needs(config.algorithm).top_logprobs:
-        return
-    if all(sample.top_logprobs is None for sample in batch.samples):
-        reason = (
-            f"it reads the likeliest tokens in the place of each trained one, and batch {batch.batch_id} of "
-            "the saved batches has none"
-        )
-        fix = "give batches of a run with --rollout-top-logprobs, or use another loss"
-        raise ConfigError(
-            "algorithm.policy_loss", config.algorithm.policy_loss, reason, fix
-        )

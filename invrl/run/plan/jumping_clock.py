@@ -42,7 +42,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._no_wait.now_s
 
-    def run_in_executor(  # type: ignore[override]
+    def run_in_executor(
         self,
         executor: object,
         func: Callable[[*Arguments], T],

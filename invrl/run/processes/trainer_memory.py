@@ -11,7 +11,8 @@ from invrl.families.model_config import HuggingFaceConfig
 from invrl.run.processes.gpu_plan import GpuPlan
 from invrl.run.processes.weight_devices import arena_on_gpu
 from invrl.run.settings.config import Config
-from invrl.train.cost.memory_budget import MemoryBudget, MemoryEstimate
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.memory_estimate import MemoryEstimate
 from invrl.weights.config import BucketWeights
 
 _ENGINE_WORK_SHARE = 0.2

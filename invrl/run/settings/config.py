@@ -254,9 +254,9 @@ def _table_fix(key: str) -> str:
     former = former_fix(key)
     if former:
         return former
-    table, _ = _setting_place(key)
-    if table:
-        return f"move it to table [{table}]"
+    place = _place_fix(key)
+    if place:
+        return place
     setting = meant_setting(key)
     answer = answer_without_setting(key)
     if answer:
@@ -352,22 +352,41 @@ def _key_fix(key: str, table: str) -> str:
         kinds = [name for name, kind in model.kinds.items() if key in kind.model_fields]
         if kinds:
             return f"add --{table}.transport {' or '.join(kinds)}, or leave it out"
-    right_table, _ = _setting_place(key)
-    if right_table:
-        return f"move it to table [{right_table}]"
+    place = _place_fix(key)
+    if place:
+        return place
     meant_table, meant_key = _setting_place(meant_setting(key))
     if meant_table not in ("", table):
         return f"did you mean {meant_key}, in table [{meant_table}]?"
     return nearest_setting(key, section_fields(model) if model else ())
 
 
+def _place_fix(key: str) -> str:
+    """Return the fix for a key of another table, or with its table's name before it; ""
+    for any other key."""
+    table, right_key = _setting_place(key)
+    if not table:
+        return ""
+    if right_key != key:
+        return f"write {right_key}, in table [{table}]"
+    return f"move it to table [{table}]"
+
+
 def _setting_place(name: str) -> tuple[str, str]:
-    """The table and the key of a setting by the name that flags have; "" if there is no
-    such setting."""
+    """Return the table and the key of a setting by the name that flags have, by that
+    name with an underscore for its dot, or by its key alone if one table has it. ""
+    if there is no such setting."""
     if "." in name:
         table, _, key = name.partition(".")
         return table, key
     for table, section in SECTIONS.items():
         if name in section.model_fields and setting_name(table, name) == name:
             return table, name
-    return "", name
+    if meant_setting(name):
+        return "", name  # what another trainer means by it comes first
+    places: list[tuple[str, str]] = []
+    for table in (*SECTIONS, *TABLES):
+        for key in section_fields(table_model(table) or Section):
+            if name in (key, f"{table}_{key}"):
+                places.append((table, key))
+    return places[0] if len(places) == 1 else ("", name)

@@ -3,8 +3,7 @@ comments above them.
 
 A run continues with the settings in this file. A changed byte (`lr = 1e-05` -> `lr =
 1e-06`) would be read as intended, and a missing setting as its default. So the file
-proves its own content; a file of an earlier version has no checksums and is read as it
-is.
+proves its own content. A user may remove the checksums.
 """
 
 import json

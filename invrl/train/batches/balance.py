@@ -56,10 +56,13 @@ def _least_work(
 ) -> float:
     """Return a lower bound of the slowest rank's work: every prompt is computed once,
     every rollout by one rank."""
-    mean = sum(estimate.of(rollouts) for rollouts in groups) / ranks
-    return max(
-        mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts)
-    )
+    work_by_group = [estimate.of(rollouts) for rollouts in groups]
+    least = sum(work_by_group) / ranks
+    for rollouts in groups:
+        for rollout in rollouts:
+            work = estimate.of((rollout,))
+            least = max(least, work)
+    return least
 
 
 # ----------------------------------------------------------------- parts of groups
@@ -79,11 +82,13 @@ def _groups(batch: TrainBatch) -> list[Rollouts]:
     groups: dict[str, dict[str, list[int]]] = {}
     for index, sample in enumerate(batch.samples):
         rollouts = groups.setdefault(sample.group_id, {})
-        rollouts.setdefault(sample.rollout_id, []).append(index)
-    return [
-        tuple(tuple(indices) for indices in rollouts.values())
-        for rollouts in groups.values()
-    ]
+        indices = rollouts.setdefault(sample.rollout_id, [])
+        indices.append(index)
+    rollouts_by_group: list[Rollouts] = []
+    for rollouts in groups.values():
+        samples_by_rollout = tuple(map(tuple, rollouts.values()))
+        rollouts_by_group.append(samples_by_rollout)
+    return rollouts_by_group
 
 
 def _split_groups(
@@ -92,16 +97,19 @@ def _split_groups(
     """Return splits of the groups, as the parts of each rank. The one with the fastest
     slowest rank comes first. `good_work` is that of a slowest rank that needs no more
     splits."""
-    parts = [
-        _Part(group, rollouts, estimate.of(rollouts))
-        for group, rollouts in enumerate(groups)
-    ]
+    parts: list[_Part] = []
+    for group, rollouts in enumerate(groups):
+        work = estimate.of(rollouts)
+        parts.append(_Part(group, rollouts, work))
     splits: list[tuple[float, list[list[_Part]]]] = []
     least = float("inf")
     vain_splits = 0
     while vain_splits <= _VAIN_SPLITS:
         by_rank = _largest_first(parts, ranks)
-        work_by_rank = [sum(part.work for part in rank_parts) for rank_parts in by_rank]
+        work_by_rank: list[float] = []
+        for rank_parts in by_rank:
+            work = sum(part.work for part in rank_parts)
+            work_by_rank.append(work)
         slowest = max(work_by_rank)
         splits.append((slowest, by_rank))
         if slowest < least:
@@ -109,15 +117,19 @@ def _split_groups(
             vain_splits = 0
         if slowest <= good_work:
             break
-        part = _costliest_divisible(
-            by_rank[work_by_rank.index(slowest)]
-        ) or _costliest_divisible(parts)
+        slowest_rank = work_by_rank.index(slowest)
+        part = _costliest_divisible(by_rank[slowest_rank])
+        if part is None:
+            part = _costliest_divisible(parts)
         if part is None:
             break
         parts.remove(part)
         middle = len(part.rollouts) // 2
-        for half in (part.rollouts[:middle], part.rollouts[middle:]):
-            parts.append(_Part(part.group, half, estimate.of(half)))
+        first_half = part.rollouts[:middle]
+        second_half = part.rollouts[middle:]
+        for half in (first_half, second_half):
+            work = estimate.of(half)
+            parts.append(_Part(part.group, half, work))
         vain_splits += 1
     splits.sort(key=lambda split: split[0])
     return [by_rank for _, by_rank in splits]
@@ -134,7 +146,8 @@ def _largest_first(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
     by_rank: list[list[_Part]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]
     heapify(loads)
-    for part in sorted(parts, key=lambda part: -part.work):
+    costliest_first = sorted(parts, key=lambda part: -part.work)
+    for part in costliest_first:
         load, rank = loads[0]
         by_rank[rank].append(part)
         heapreplace(loads, (load + part.work, rank))
@@ -158,7 +171,10 @@ class _Load:
 
     def samples(self) -> list[int]:
         """Return the samples, ascending."""
-        return sorted(index for _, rollout in self.rollouts() for index in rollout)
+        indices: list[int] = []
+        for _, rollout in self.rollouts():
+            indices += rollout
+        return sorted(indices)
 
     def rollouts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield (group, rollout)."""
@@ -167,7 +183,8 @@ class _Load:
                 yield group, rollout
 
     def add(self, group: int, rollouts: Rollouts) -> None:
-        self._set(group, self.rollouts_by_group.get(group, ()) + rollouts)
+        own = self.rollouts_by_group.get(group, ())
+        self._set(group, own + rollouts)
 
     def remove(self, group: int, rollout: tuple[int, ...]) -> None:
         self._set(group, self._without(group, rollout))
@@ -175,16 +192,18 @@ class _Load:
     def more_work(self, group: int, rollout: tuple[int, ...]) -> float:
         """Return the work that the rollout would add."""
         own = self.rollouts_by_group.get(group, ())
-        return self.estimate.of((*own, rollout)) - self.work_by_group.get(group, 0.0)
+        work_before = self.work_by_group.get(group, 0.0)
+        work_with = self.estimate.of((*own, rollout))
+        return work_with - work_before
 
     def less_work(self, group: int, rollout: tuple[int, ...]) -> float:
         """Return the work that one of its own rollouts takes."""
-        return self.work_by_group[group] - self.estimate.of(
-            self._without(group, rollout)
-        )
+        others = self._without(group, rollout)
+        return self.work_by_group[group] - self.estimate.of(others)
 
     def _without(self, group: int, rollout: tuple[int, ...]) -> Rollouts:
-        return tuple(own for own in self.rollouts_by_group[group] if own != rollout)
+        rollouts = self.rollouts_by_group[group]
+        return tuple(own for own in rollouts if own != rollout)
 
     def _set(self, group: int, rollouts: Rollouts) -> None:
         if rollouts:
@@ -214,7 +233,8 @@ def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
         slowest = loads[-1]
         if slowest.work <= good_work:
             return
-        if not any(_exchange(slowest, other) for other in loads[:-1]):
+        others = loads[:-1]
+        if not any(_exchange(slowest, other) for other in others):
             return
 
 
@@ -226,13 +246,16 @@ def _exchange(slow: _Load, fast: _Load) -> bool:
     work = max(slow.work, fast.work)
     less_slow_I = np.array([slow.less_work(*rollout) for rollout in given])
     more_fast_I = np.array([fast.more_work(*rollout) for rollout in given])
+    less_fast = [fast.less_work(*rollout) for rollout in taken]
+    more_slow = [slow.more_work(*rollout) for rollout in taken]
     # The last sequence of J: nothing is taken.
-    less_fast_J = np.array([*(fast.less_work(*rollout) for rollout in taken), 0.0])
-    more_slow_J = np.array([*(slow.more_work(*rollout) for rollout in taken), 0.0])
+    less_fast_J = np.array([*less_fast, 0.0])
+    more_slow_J = np.array([*more_slow, 0.0])
     slow_IJ = slow.work - less_slow_I[:, None] + more_slow_J[None, :]
     fast_IJ = fast.work + more_fast_I[:, None] - less_fast_J[None, :]
     slower_IJ = np.maximum(slow_IJ, fast_IJ)
-    i, j = np.unravel_index(int(slower_IJ.argmin()), slower_IJ.shape)
+    best = int(slower_IJ.argmin())
+    i, j = np.unravel_index(best, slower_IJ.shape)
     if slower_IJ[i, j] >= work:
         return False
     _move(given[i], slow, fast)
@@ -278,14 +301,14 @@ class _WorkEstimate:
         sequences many times."""
         self._num_common = 0
         if computed:
-            self._num_common = common_prefix(
-                self._tokens(computed[0]), self._tokens(computed[-1])
-            )
+            first_T = self._tokens(computed[0])
+            last_T = self._tokens(computed[-1])
+            self._num_common = common_prefix(first_T, last_T)
 
     def of(self, rollouts: Sequence[Sequence[int]]) -> float:
-        indices = [
-            index for rollout in rollouts for index in rollout if index in self._order
-        ]
+        indices: list[int] = []
+        for rollout in rollouts:
+            indices += [index for index in rollout if index in self._order]
         indices.sort(key=self._order.__getitem__)
         sequences = tuple(indices)
         work = self._work.get(sequences)
@@ -300,14 +323,13 @@ class _WorkEstimate:
         previous_T = np.empty(0, np.int32)
         for index in sequences:
             tokens_T = self._tokens(index)
-            start = max(self._num_common, common_prefix(previous_T, tokens_T))
-            num_projected = int(
-                np.count_nonzero(self._sequences[index].wanted_N > start)
-            )
-            work += (
-                self._cost.tokens(start, len(tokens_T))
-                + num_projected * self._cost.projection
-            )
+            num_shared = common_prefix(previous_T, tokens_T)
+            start = max(self._num_common, num_shared)
+            is_projected_N = self._sequences[index].wanted_N > start
+            num_projected = int(np.count_nonzero(is_projected_N))
+            layers = self._cost.tokens(start, len(tokens_T))
+            projection = num_projected * self._cost.projection
+            work += layers + projection
             previous_T = tokens_T
         return work
 

@@ -27,9 +27,10 @@ def shard_batch(
 ) -> list[Shard]:
     """Make one shard per data-parallel rank, of at most `steps` mini-batches. `cost` is
     of the model's forward pass."""
-    shares_by_step = [
-        _shares(mini_batch, ranks, cost) for mini_batch in mini_batches(batch, steps)
-    ]
+    shares_by_step: list[list[TrainBatch]] = []
+    for mini_batch in mini_batches(batch, steps):
+        shares = _shares(mini_batch, ranks, cost)
+        shares_by_step.append(shares)
     return [tuple(shares[rank] for shares in shares_by_step) for rank in range(ranks)]
 
 
@@ -40,20 +41,23 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     With fewer groups than steps there are fewer parts. Parts in which nothing is
     trained are left out.
     """
-    groups = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    group_ids = [sample.group_id for sample in batch.samples]
+    groups = list(dict.fromkeys(group_ids))
     num_parts = min(steps, len(groups))
-    part_of_group = {
-        group: index * num_parts // len(groups) for index, group in enumerate(groups)
-    }
+    part_of_group: dict[str, int] = {}
+    for place, group in enumerate(groups):
+        part_of_group[group] = place * num_parts // len(groups)
     indices_by_part: list[list[int]] = [[] for _ in range(num_parts)]
-    for index, sample in enumerate(batch.samples):
-        indices_by_part[part_of_group[sample.group_id]].append(index)
+    for index, group in enumerate(group_ids):
+        part = part_of_group[group]
+        indices_by_part[part].append(index)
     parts: list[TrainBatch] = []
     for indices in indices_by_part:
-        part = _select(batch, indices)
-        counts = TrainedCounts.of(part.samples)
+        mini_batch = _select(batch, indices)
+        counts = TrainedCounts.of(mini_batch.samples)
         if counts.samples:
-            parts.append(replace(part, counts=counts))
+            mini_batch = replace(mini_batch, counts=counts)
+            parts.append(mini_batch)
     return parts
 
 
@@ -81,4 +85,5 @@ def _shares(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[TrainBatch
     """Return one share per rank, of about equal work."""
     if ranks == 1:
         return [batch]
-    return [_select(batch, indices) for indices in balance(batch, ranks, cost)]
+    indices_by_rank = balance(batch, ranks, cost)
+    return [_select(batch, indices) for indices in indices_by_rank]

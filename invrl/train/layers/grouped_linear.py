@@ -30,7 +30,7 @@ def grouped_linear(
     has one [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
     A frozen weight gets none. `supports_num_rows` checks I and O.
     """
-    return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
+    return _GroupedLinear.apply(rows_PI, sizes_E, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
     copy."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         context: Any,
         rows_PI: torch.Tensor,
         sizes_E: Sequence[int],

@@ -27,9 +27,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed import ProcessGroup
 
 from invrl.train.batches.micro_batch import MicroBatch
+from invrl.train.model.running_softmax import RunningSoftmax
 from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
 from invrl.train.runtime.logit_blocks import KEPT_BYTES
@@ -219,67 +220,6 @@ class _Block:
     tokens: slice
 
 
-@dataclass(slots=True, eq=False)
-class _Softmax:
-    """Softmax of each row over the blocks seen so far, float32 [U] each. Sums are
-    relative to the row's maximum, which keeps them exact for large logits."""
-
-    max_U: torch.Tensor
-    exp_U: torch.Tensor
-    """Sum of exp(logit - max)."""
-    weighted_U: torch.Tensor
-    """Sum of exp(logit - max) (logit - max)."""
-
-    def add(self, logits_UW: torch.Tensor) -> None:
-        """Add a block of logits."""
-        # One fused kernel. The largest probability is 1 / sum of exp(logit - max).
-        probability_UW = logits_UW.softmax(dim=1)
-        max_U = logits_UW.amax(dim=1)
-        exp_U = probability_UW.amax(dim=1).reciprocal()
-        mean_U = torch.linalg.vecdot(probability_UW, logits_UW)
-        self.merge(
-            _Softmax(max_U=max_U, exp_U=exp_U, weighted_U=exp_U * (mean_U - max_U))
-        )
-
-    def merge(self, block: "_Softmax") -> None:
-        """Add the softmax of other logits, which is then relative to this one's
-        maximum."""
-        highest_U = torch.maximum(self.max_U, block.max_U)
-        self.count_from(highest_U)
-        block.count_from(highest_U)
-        self.exp_U = self.exp_U + block.exp_U
-        self.weighted_U = self.weighted_U + block.weighted_U
-
-    def count_from(self, max_U: torch.Tensor) -> None:
-        """Make the sums relative to another maximum, at least as large."""
-        fall_U = self.max_U - max_U
-        factor_U = fall_U.exp()
-        self.weighted_U = factor_U * (self.weighted_U + self.exp_U * fall_U)
-        self.exp_U = factor_U * self.exp_U
-        self.max_U = max_U
-
-    def reduce(self, picked_A: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """Reduce to the softmax over the shards of all ranks, and return the picked
-        logits, each from the rank that has it (on the others it is 0)."""
-        max_U = self.max_U.clone()
-        all_reduce(max_U, ReduceOp.MAX, group)
-        self.count_from(max_U)
-        parts = (self.exp_U, self.weighted_U, picked_A)
-        summed = torch.cat(parts)
-        all_reduce(summed, ReduceOp.SUM, group)
-        self.exp_U, self.weighted_U, picked_A = summed.split(
-            [len(part) for part in parts]
-        )
-        return picked_A
-
-    def logsum(self) -> torch.Tensor:
-        """Return the log of the sum of exp(logit)."""
-        return self.max_U + self.exp_U.log()
-
-    def entropy(self) -> torch.Tensor:
-        return self.exp_U.log() - self.weighted_U / self.exp_U
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slopes:
     """Inputs of the gradient of a row's logits, in addition to the logits: [U] each."""
@@ -302,7 +242,9 @@ class _ProjectedLogprobs(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         zeros_U = torch.zeros_like(wanted.temperature_U)
-        softmax = _Softmax(max_U=zeros_U + _FLOOR, exp_U=zeros_U, weighted_U=zeros_U)
+        softmax = RunningSoftmax(
+            max_U=zeros_U + _FLOOR, exp_U=zeros_U, weighted_U=zeros_U
+        )
         picked_A = zeros_U.new_zeros(len(wanted.row_A))
         num_kept = wanted.num_kept if any(ctx.needs_input_grad) else 0
         kept: list[torch.Tensor] = []
@@ -317,7 +259,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
                     / wanted.temperature_U[row_S]
                 )
                 softmax.merge(
-                    _Softmax(*_statistics(projected_UW, wanted.temperature_U))
+                    RunningSoftmax(*_statistics(projected_UW, wanted.temperature_U))
                 )
             else:
                 logits_UW = wanted.capped(projected_UW, is_kept=index < num_kept)
@@ -463,7 +405,7 @@ def _fused_gradient(
 def _statistics(
     projected_UW: torch.Tensor, temperature_U: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of `_Softmax` [U] of a block."""
+    """Return the fields of `RunningSoftmax` [U] of a block."""
     logits_UW = projected_UW.to(temperature_U.dtype) / temperature_U[:, None]
     max_U = logits_UW.amax(dim=1)
     fall_UW = logits_UW - max_U[:, None]

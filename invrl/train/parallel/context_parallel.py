@@ -61,7 +61,7 @@ def gather_wanted(own_S: torch.Tensor, is_own_N: torch.Tensor) -> torch.Tensor:
     group = _group()
     if group.size() == 1:
         return own_S
-    return _Gather.apply(own_S, is_own_N, group)  # pyright: ignore[reportReturnType]
+    return _Gather.apply(own_S, is_own_N, group)
 
 
 def _group() -> ProcessGroup:

@@ -4,7 +4,7 @@ optimizer and schedule, and each rank's random state.
 What a run's whole checkpoint consists of is in `run/checkpoints/checkpoints.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class TrainerState(SavedState):
         state = self._read(sharded, path)
         self._policy.load(state)
         adapted = self._step.adapted.state
-        for name, saved in _adapted(state).items():
+        for name, saved in state["adapted"].items():
             # A checkpoint may lack some, or have others: those stay as they start.
             if name in adapted:
                 adapted[name] = {**adapted[name], **saved}
@@ -108,21 +108,6 @@ class TrainerState(SavedState):
         if self._adapter is not None:
             state["adapter"] = self._adapter.record
         return state
-
-
-def _adapted(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, float]]:
-    """Return the state of the adaptations, also of a checkpoint of an earlier
-    version."""
-    former = state.get("coefficients")
-    if former is None:
-        return state.get("adapted", {})
-    entropy = former.get("entropy", 0.0)
-    acting = entropy if former.get("entropy_acts", True) else 0.0
-    return {
-        "AdaptiveKL": {"kl_coef": former["kl"]},
-        "AdaptiveEntropy": {"entropy_coef": acting, "entropy_coef_outside": entropy},
-        "LearnedExponent": {"length_lambda": former.get("length_lambda", 0.0)},
-    }
 
 
 def _has_reference(path: str) -> bool:

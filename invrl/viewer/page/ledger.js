@@ -60,5 +60,5 @@ invrl.ledger = (() => {
       element("p", { class: "row" }, "Rollouts: ", failure.session_ids.map((id) => element("a", { href: link("rollout", [id], { run: run.id }) }, short(id, 16))), element("a", { href: link("rollouts", [], { run: run.id, failure: failure.failure }) }, "all with this reason")));
   }
 
-  return { showLedger, livesTable };
+  return { showLedger };
 })();

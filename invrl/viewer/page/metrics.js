@@ -3,7 +3,7 @@
 invrl.metrics = (() => {
   const { get, isExport } = invrl.api;
 
-  /** [{name, runs, count, last}] whose names have this text, for these runs. */
+  /** [{name, runs, last}] whose names have this text, for these runs. */
   async function metricNames(runs, text, signal) {
     const ids = runs.map((run) => run.id);
     if (!isExport()) return (await get("metric-names", { runs: ids.join(","), q: text }, signal)).names;

@@ -21,12 +21,12 @@ invrl.processes = (() => {
     let view = null;
 
     async function draw() {
-      const [timeline, engines] = await Promise.all([get(`runs/${pathOf(run.id)}/timeline`, {}, signal), get(`runs/${pathOf(run.id)}/engines`, {}, signal)]);
+      const timeline = await get(`runs/${pathOf(run.id)}/timeline`, {}, signal);
       if (signal.aborted) return;
       drawing.abort();
       drawing = new AbortController();
       view = lanesOf(timeline, drawing.signal);
-      replaceChildren(place, view ? view.node : empty("No phase was recorded yet: there is nothing to lay over time."), samplesOf(engines, drawing.signal));
+      replaceChildren(place, view ? view.node : empty("No phase was recorded yet: there is nothing to lay over time."), samplesOf(timeline.samples, drawing.signal));
       view?.redraw();
     }
 
@@ -102,8 +102,8 @@ invrl.processes = (() => {
     return parts;
   }
 
-  function samplesOf({ recorded, samples }, signal) {
-    if (!samples || !samples.length) return element("section", {}, element("h2", {}, "Engines, gateway, memory"), empty(recorded === false ? "This run recorded no samples of them." : "No samples yet."));
+  function samplesOf(samples, signal) {
+    if (!samples.length) return element("section", {}, element("h2", {}, "Engines, gateway, memory"), empty("No samples of them are recorded."));
     const start = samples[0].time;
     const common = { signal, sync: "processes", xName: "time", formatX: duration };
     const figures = [];

@@ -1,4 +1,4 @@
-// Weight updates: time per phase, canary gaps, bytes, engines and lives.
+// Weight updates: time per phase, canary gaps, bytes, engines.
 "use strict";
 invrl.weights = (() => {
   const { element, replaceChildren } = invrl.element;
@@ -9,7 +9,6 @@ invrl.weights = (() => {
   const { bytes, clock, duration, number } = invrl.format;
   const { onNews } = invrl.events;
   const { empty } = invrl.notice;
-  const { livesTable } = invrl.ledger;
 
   async function showWeights(main, run, route, signal) {
     let drawing = new AbortController();
@@ -28,8 +27,8 @@ invrl.weights = (() => {
     return null;
   }
 
-  function bodyOf({ updates, incarnations, engines }, signal) {
-    if (!updates.length) return [empty("No weights were sent to engines yet."), incarnations.length ? lives(incarnations) : null];
+  function bodyOf({ updates, engines }, signal) {
+    if (!updates.length) return [empty("No weights were sent to engines yet.")];
     const phases = [...new Set(updates.flatMap((row) => Object.keys(row.seconds || {})))];
     const points = (value) => updates.map((row) => [row.step, value(row) ?? null]);
     const figures = [
@@ -51,12 +50,7 @@ invrl.weights = (() => {
         ...phases.map((phase) => ({ title: phase.replace(/_s$/, ""), number: true, cell: (row) => duration(row.seconds[phase] ?? null) })),
         { title: "Canary gap", number: true, hint: "greatest, in nats", cell: (row) => number(row.canary_max_gap, 5) },
       ], [...updates].reverse()),
-      lives(incarnations),
     ];
-  }
-
-  function lives(incarnations) {
-    return element("section", { "aria-labelledby": "lives-title" }, element("h2", { id: "lives-title" }, "Restarts and lives"), livesTable(incarnations));
   }
 
   return { showWeights };

@@ -44,73 +44,13 @@ ROW_SEED = 1
 COLUMN_SEED = 2
 
 
-def whole_checksum(tensor: torch.Tensor) -> str:
-    """Return the checksum as 16 hex digits."""
-    return whole_checksums({"": tensor})[""]
-
-
 def whole_checksums(tensors: Tensors) -> Checksums:
-    """Return `whole_checksum` of each tensor, by name."""
-    matrices: list[WordMatrix] = []
-    for tensor in tensors.values():
-        shape = tuple(tensor.shape)
-        whole = TensorSlice.whole(shape)
-        matrices.append(_slice_matrix(tensor, whole, shape))
-    return _whole_texts(tensors, _sums(matrices))
-
-
-def _whole_texts(
-    names: Iterable[str],
-    sums: Iterable[int],
-) -> Checksums:
-    checksums: Checksums = {}
-    for name, total in zip(names, sums, strict=True):
-        checksums[name] = f"{total:016x}"
-    return checksums
-
-
-def slice_checksum(
-    part: torch.Tensor,
-    place: TensorSlice,
-    whole_shape: Sequence[int],
-) -> str:
-    """Return the checksum of `part`, the bytes of this slice of a tensor of
-    `whole_shape`, for `rank_checksums`.
-
-    Raises LayoutError if the cut is not between two words.
-    """
-    checksums = slice_checksums({"": part}, {"": place}, {"": whole_shape})
-    return checksums[""]
-
-
-def slice_checksums(
-    parts: Tensors,
-    places: Mapping[str, TensorSlice],
-    whole_shapes: Mapping[str, Sequence[int]],
-) -> Checksums:
-    """Return `slice_checksum` of each part, by name. `places` and `whole_shapes` may
-    have more names than `parts`. Raises LayoutError."""
-    matrices: list[WordMatrix] = []
-    for name, part in parts.items():
-        shape = tuple(whole_shapes[name])
-        matrices.append(_slice_matrix(part, places[name], shape))
-    return _slice_texts(parts, places, _sums(matrices))
-
-
-def _slice_texts(
-    names: Iterable[str],
-    places: Mapping[str, TensorSlice],
-    sums: Iterable[int],
-) -> Checksums:
-    checksums: Checksums = {}
-    for name, total in zip(names, sums, strict=True):
-        place = places[name]
-        checksums[name] = f"{place.index}/{place.count}:{total:016x}"
-    return checksums
+    """Return the checksum of each tensor as 16 hex digits, by name."""
+    return SumsInPlace.of_wholes(tensors).whole_checksums(tensors)
 
 
 class SumsInPlace:
-    """Checksums of the same tensors again and again. Where their words lie is worked
+    """Checksums of the same tensors, computed once or repeatedly. Where their words lie is worked
     out once if they are on a GPU: that takes longer than their sums."""
 
     def __init__(
@@ -137,11 +77,19 @@ class SumsInPlace:
     def whole_checksums(self, tensors: Tensors) -> Checksums:
         """Return the checksums of whole tensors. `tensors`: those that are known, or
         any others with their names."""
-        return _whole_texts(tensors, self._sums(tensors))
+        checksums: Checksums = {}
+        for name, total in zip(tensors, self._sums(tensors), strict=True):
+            checksums[name] = f"{total:016x}"
+        return checksums
 
     def slice_checksums(self, tensors: Tensors) -> Checksums:
-        """Likewise. Raises LayoutError."""
-        return _slice_texts(tensors, self._places, self._sums(tensors))
+        """Return the checksums of slices, for `rank_checksums`. Raises LayoutError if a
+        cut is not between two words."""
+        checksums: Checksums = {}
+        for name, total in zip(tensors, self._sums(tensors), strict=True):
+            place = self._places[name]
+            checksums[name] = f"{place.index}/{place.count}:{total:016x}"
+        return checksums
 
     def _sums(self, tensors: Tensors) -> list[int]:
         if self._are_the_parts(tensors) and _are_on_gpu(tensors):

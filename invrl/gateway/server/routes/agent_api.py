@@ -115,7 +115,7 @@ class AgentEndpoint:
                 for source in sources:
                     self.turns.deliver(conversation, source)
             else:
-                self.turns.counts["undelivered"] += len(sources)
+                self.turns.counts.turns["undelivered"] += len(sources)
                 _log.info("session %s: the client went away", record.session.id)
 
     async def _answer(
@@ -140,7 +140,7 @@ class AgentEndpoint:
             turn = structs.replace(request.turn, model=client.model_in_path)
             request = structs.replace(request, turn=turn)
         self.turns.check_model(record, request.turn.model)
-        self.turns.count_ignored(record, request.turn.ignored)
+        self.turns.counts.add_ignored(record, request.turn.ignored)
         prepared = await self.turns.prepare(conversation, request.turn, size=len(body))
         self.turns.conversation(record)  # SessionError if it was closed in the meantime
         overridden: list[str] = []

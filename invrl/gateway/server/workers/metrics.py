@@ -26,7 +26,7 @@ class GatewayMetrics:
         lag_ms = parts.loop_lag.summary()
         place = parts.peers.place
         tokens = parts.lifecycle.tokens
-        turns = parts.turns.metrics()
+        turns = parts.turns.counts.metrics()
         # What is counted since a worker's start falls when that worker is replaced: a
         # program that computes rates needs it for each worker.
         worker = {

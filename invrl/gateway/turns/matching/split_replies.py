@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from invrl.gateway.turns.message_identity import canonical_json
+from invrl.gateway.turns.matching.message_identity import canonical_json
 from invrl.gateway.types import Message, ToolCall
 
 

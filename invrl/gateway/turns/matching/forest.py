@@ -11,26 +11,39 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from invrl.gateway.turns.fork_changes import (
+from invrl.gateway.turns.matching.conversation_index import ConversationIndex
+from invrl.gateway.turns.matching.fork_changes import (
     Difference,
-    common_items,
+    differing_part,
     is_handoff,
     message_change,
     messages_change,
     reply_calls,
     tools_change,
 )
-from invrl.gateway.turns.message_identity import digests, tools_digest
-from invrl.gateway.turns.restored_text import is_text_moved, restore_text
-from invrl.gateway.turns.split_replies import join_split_replies, made_calls
-from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
-
-_MAX_CANDIDATES = 32
-"""Maximum number of recorded replies of one text that are compared with a departing
-request; the newest ones."""
+from invrl.gateway.turns.matching.message_identity import (
+    digests,
+    is_same_message,
+    tools_digest,
+)
+from invrl.gateway.turns.matching.path_texts import PathTexts, RawPrompt
+from invrl.gateway.turns.matching.recorded_replies import (
+    MAX_CANDIDATES,
+    RecordedReplies,
+)
+from invrl.gateway.turns.matching.restored_text import is_text_moved
+from invrl.gateway.types import (
+    Change,
+    Decode,
+    ForkReason,
+    MatchLevel,
+    Message,
+    Node,
+    Tool,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,187 +87,6 @@ _NO_FORK = _Fork(None)
 example ones that its author wrote. It replaces nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RestoredRequest:
-    """A request with replies as they were recorded. `position`: of the last of them
-    that came back otherwise, in the request as it was sent; `recorded`: that reply."""
-
-    messages: tuple[Message, ...]
-    position: int
-    recorded: Message
-
-
-class _Replies:
-    """Sampled replies that are recognised by more than their text: those with tool
-    calls by the ids and names of their calls, those that a stop string ended by their
-    text with that string."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
-        self._stopped: dict[str, Message] = {}
-        self._with_text: dict[tuple[str, ...], list[Message]] = {}
-        """Replies that have a text in addition to their calls, by these calls without
-        their ids."""
-        self._by_first_call: dict[str, Message] = {}
-        """Replies with calls by the id of their first call."""
-
-    def add(self, node: Node) -> None:
-        reply = node.messages[-1]
-        if reply.tool_calls:
-            self._nodes[reply_calls(reply)] = node
-            self._by_first_call[reply.tool_calls[0].id] = reply
-            if reply.content:
-                made = made_calls(reply.tool_calls)
-                self._with_text.setdefault(made, []).append(reply)
-        elif node.stop:
-            self._stopped[(reply.content + node.stop).strip()] = reply
-
-    def node(self, message: Message) -> Node | None:
-        """Return the turn that made exactly the message's calls."""
-        if message.role != "assistant" or not message.tool_calls:
-            return None
-        return self._nodes.get(reply_calls(message))
-
-    def with_text(self, message: Message) -> list[Message]:
-        """Return the replies with a text in addition to the calls of the message: first
-        the one with the ids of these calls, then the newest."""
-        replies = self._with_text.get(made_calls(message.tool_calls), [])
-        newest_first = replies[: -_MAX_CANDIDATES - 1 : -1]
-        node = self.node(message)
-        if node is not None:
-            newest_first.insert(0, node.messages[-1])
-        return newest_first
-
-    def beginning_with(self, message: Message) -> Message | None:
-        """The reply whose first call is the first call of the message."""
-        if not message.tool_calls:
-            return None
-        return self._by_first_call.get(message.tool_calls[0].id)
-
-    def at_level(
-        self, messages: Sequence[Message], level: MatchLevel
-    ) -> Sequence[Message]:
-        """Return the messages to compare at a level. At `REWRITTEN` a recorded reply
-        replaces each message that has its calls, or its text followed by the stop
-        string."""
-        if level is not MatchLevel.REWRITTEN or not (self._nodes or self._stopped):
-            return messages
-        return [self._recorded(message) for message in messages]
-
-    def _recorded(self, message: Message) -> Message:
-        """Return the recorded reply that the message is; the message itself if it is
-        none."""
-        node = self.node(message)
-        if node is not None:
-            return node.messages[-1]
-        if message.role != "assistant" or message.tool_calls:
-            return message
-        return self._stopped.get(message.content.strip(), message)
-
-
-@dataclass(frozen=True, slots=True)
-class _ConversationEnd:
-    """End of a turn's conversation."""
-
-    digest: bytes
-    num_messages: int
-
-
-class _Index:
-    """Conversations of all nodes by their digests, at one level. `tools`: conversations
-    with different tools are told apart. The index is updated when it is used, because
-    most sessions need only the strictest level."""
-
-    def __init__(self, level: MatchLevel, replies: _Replies, *, tools: bool) -> None:
-        self.level = level
-        self._replies = replies
-        self._tools = tools
-        self.nodes: dict[bytes, list[Node]] = {}
-        """Nodes of each conversation."""
-        self.answered: dict[bytes, Node] = {}
-        """Latest node whose reply follows a conversation."""
-        self.nodes_by_reply: dict[bytes, list[Node]] = {}
-        """Nodes of each reply, whatever comes before it (if tools are not told
-        apart)."""
-        self._ends: dict[str, _ConversationEnd] = {}
-        """Ends by turn."""
-        self._message_digests: dict[str, list[bytes]] = {}
-        """Digest of each single message that a turn adds, by turn; filled by
-        `each_alone`."""
-
-    def update(self, nodes: Sequence[Node]) -> None:
-        """Update from all nodes of the forest, in the order in which they were
-        added."""
-        new_nodes = nodes[len(self._ends) :]  # a copy: more may be added meanwhile
-        for node in new_nodes:
-            self._add(node)
-
-    def _add(self, node: Node) -> None:
-        seed = b""
-        num_earlier = 0
-        if node.parent is not None:
-            parent_end = self._ends[node.parent.turn.id]
-            seed = parent_end.digest
-            num_earlier = parent_end.num_messages
-        elif self._tools:
-            seed = tools_digest(node.tools)
-        prefix_digests = digests(
-            self._replies.at_level(node.messages, self.level),
-            self.level,
-            seed,
-            earlier=num_earlier,
-            calls=self._answered_calls(node),
-            tools=node.tools,
-        )
-        before_reply = prefix_digests[-2]
-        whole = prefix_digests[-1]
-        self.nodes.setdefault(whole, []).append(node)
-        self.answered[before_reply] = node
-        num_messages = num_earlier + len(node.messages)
-        self._ends[node.turn.id] = _ConversationEnd(
-            digest=whole, num_messages=num_messages
-        )
-        if not self._tools:
-            reply = self.alone(node.messages[-1], node.tools)
-            self.nodes_by_reply.setdefault(reply, []).append(node)
-
-    def alone(self, message: Message, tools: Sequence[Tool]) -> bytes:
-        """Return the digest of a single message."""
-        compared = self._replies.at_level([message], self.level)
-        return digests(compared, self.level, tools=tools)[-1]
-
-    def each_alone(self, node: Node) -> list[bytes]:
-        """Return the digest of each single message of the node's conversation. They are
-        kept: the requests of an agent that changes the beginning of its conversation
-        each time are compared with many nodes."""
-        path_digests: list[bytes] = []
-        for step in node.path():
-            step_digests = self._message_digests.get(step.turn.id)
-            if step_digests is None:
-                step_digests = [
-                    self.alone(message, step.tools) for message in step.messages
-                ]
-                self._message_digests[step.turn.id] = step_digests
-            path_digests += step_digests
-        return path_digests
-
-    def _answered_calls(self, node: Node) -> dict[str, str]:
-        """Return the places of earlier calls that the node's messages answer; usually
-        its parent made them."""
-        missing = {message.tool_call_id for message in node.messages} - {""}
-        places: dict[str, str] = {}
-        ancestor = node.parent
-        while missing and ancestor is not None:
-            first = self._ends[ancestor.turn.id].num_messages - len(ancestor.messages)
-            for position, message in enumerate(ancestor.messages, first):
-                for number, call in enumerate(message.tool_calls):
-                    if call.id in missing:
-                        places[call.id] = f"{position}.{number}"
-            missing -= places.keys()
-            ancestor = ancestor.parent
-        return places
-
-
 class Forest:
     """Turns of one session. `level` is the maximum difference of a returned message.
     `delivered` are ids of the turns whose answer reached the client; None if
@@ -267,13 +99,13 @@ class Forest:
     ) -> None:
         self._level = level
         self._delivered = delivered
-        self._replies = _Replies()
+        self._replies = RecordedReplies()
         self._indexes = [
-            _Index(index_level, self._replies, tools=True)
+            ConversationIndex(index_level, self._replies, tools=True)
             for index_level in MatchLevel
             if index_level <= level
         ]
-        self._any_tools = _Index(level, self._replies, tools=False)
+        self._any_tools = ConversationIndex(level, self._replies, tools=False)
         self._by_turn: dict[str, Node] = {}
         self._nodes: list[Node] = []
         """All nodes, in the order in which they were added."""
@@ -281,8 +113,7 @@ class Forest:
         """Turns whose reply was cancelled or out of tokens."""
         self.characters = 0
         """Characters of all messages that the turns add."""
-        self._texts: dict[str, str] = {}
-        """Whole text of each turn's path, for turns without a template."""
+        self._path_texts = PathTexts()
 
     @property
     def size(self) -> int:
@@ -329,64 +160,30 @@ class Forest:
             earlier.add(node)
         return changes
 
-    def match_text(
-        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
-    ) -> tuple[Node | None, int]:
+    def match_text(self, prompt: RawPrompt, decode: Decode) -> tuple[Node | None, int]:
         """Return the node that a prompt without a template continues, and how much of
         the prompt it covers. It is the longest one whose whole text, or ids, the prompt
         begins with."""
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
-            size = self._covered(prompt, node, decode) if node.raw else 0
+            size = self._path_texts.covered(prompt, node, decode) if node.raw else 0
             if size > longest_size:
                 longest = node
                 longest_size = size
         return longest, longest_size
 
-    def interrupted_text(
-        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
-    ) -> int:
+    def interrupted_text(self, prompt: RawPrompt, decode: Decode) -> int:
         """Return how much of a prompt without a template is the text, or the ids, of a
         cancelled turn; 0 if it begins with none. Call it after `match_text`."""
         return max(
             (
-                self._covered(prompt, node, decode)
-                for node in self._interrupted[-_MAX_CANDIDATES:]
+                self._path_texts.covered(prompt, node, decode)
+                for node in self._interrupted[-MAX_CANDIDATES:]
                 if node.raw and node.turn.finish_reason == "abort"
             ),
             default=0,
         )
-
-    def _covered(
-        self,
-        prompt: str | tuple[int, ...],
-        node: Node,
-        decode: Callable[[Sequence[int]], str],
-    ) -> int:
-        """Return the size of the node's whole text, or ids, if the prompt begins with
-        it; 0 if not."""
-        # of each node, because those of its children begin with it
-        text = self._node_text(node, decode)
-        if isinstance(prompt, str):
-            return len(text) if prompt.startswith(text) else 0
-        sampled = tuple(node.turn.sampled_ids_T.tolist())
-        size = node.turn.prompt_tokens + len(sampled)
-        same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
-        return size if same_end and prompt[:size] == tuple(node.ids()) else 0
-
-    def _node_text(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the whole text of a node's path. Its parent's must have been requested
-        before."""
-        text = self._texts.get(node.turn.id)
-        if text is None:
-            before = ""
-            if node.parent is not None:
-                before = self._texts[node.parent.turn.id]
-            sampled_text = decode(node.turn.sampled_ids_T.tolist())
-            text = before + node.messages[0].content + sampled_text
-            self._texts[node.turn.id] = text
-        return text
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """Return the deepest node that `messages` continue. If there is a node and a
@@ -394,7 +191,7 @@ class Forest:
         as_sent = self._match(messages, tools)
         if as_sent.continues or self._level is not MatchLevel.REWRITTEN:
             return as_sent
-        mended = self._restore_replies(messages)
+        mended = self._replies.restored(messages)
         if mended is None:
             return as_sent
         match = self._match(mended.messages, tools)
@@ -403,22 +200,6 @@ class Forest:
         position = mended.position
         change = self._change(position, mended.recorded, messages[position], tools)
         return replace(match, level=MatchLevel.REWRITTEN, change=change)
-
-    def _restore_replies(self, messages: Sequence[Message]) -> _RestoredRequest | None:
-        """The request with its replies as they were recorded, where they were split or
-        their text was moved; None where they were not."""
-        joined = join_split_replies(messages, self._replies.beginning_with)
-        mended: _RestoredRequest | None = None
-        if joined is not None:
-            messages = joined.messages
-            mended = _RestoredRequest(messages, joined.last, joined.recorded)
-        put_back = restore_text(messages, self._replies.with_text)
-        if put_back is not None:
-            position = put_back.position
-            if joined is not None:
-                position = joined.positions[position]
-            mended = _RestoredRequest(put_back.messages, position, put_back.recorded)
-        return mended
 
     def _match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
         reply_ends = [
@@ -538,7 +319,7 @@ class Forest:
         message at `position` as its reply or the beginning of it. `before` is the
         digest of the messages before."""
         index = self._any_tools
-        candidates = self._interrupted[-_MAX_CANDIDATES:]
+        candidates = self._interrupted[-MAX_CANDIDATES:]
         answered = index.answered.get(before)
         if answered is not None and self._is_undelivered(answered):
             candidates.append(answered)
@@ -558,7 +339,7 @@ class Forest:
         """Return the latest turns with a reply like this one."""
         index = self._any_tools
         nodes = index.nodes_by_reply.get(index.alone(reply, tools), [])
-        candidates = nodes[-_MAX_CANDIDATES:]
+        candidates = nodes[-MAX_CANDIDATES:]
         node = self._replies.node(reply)
         if node is not None and node not in candidates:
             candidates.append(node)
@@ -608,7 +389,7 @@ class Forest:
             recorded_digests = index.each_alone(node)[:-1]
             recorded = node.conversation()[:-1]
             differences.append(
-                _difference(recorded, recorded_digests, before, sent_digests)
+                differing_part(recorded, recorded_digests, before, sent_digests)
             )
         return min(differences, key=lambda difference: difference.size)
 
@@ -634,8 +415,7 @@ class Forest:
             recorded = conversation[position]
             if message.role != "assistant" or message == recorded:
                 continue
-            recorded_digest = digests([recorded], level, tools=node.tools)[-1]
-            if digests([message], level, tools=node.tools)[-1] != recorded_digest:
+            if not is_same_message(recorded, message, level, node.tools):
                 return self._change(position, recorded, message, node.tools)
         return None
 
@@ -656,29 +436,10 @@ def _begins(message: Message, reply: Message) -> bool:
     )
 
 
-def _difference(
-    recorded: Sequence[Message],
-    recorded_digests: Sequence[bytes],
-    sent: Sequence[Message],
-    sent_digests: Sequence[bytes],
-) -> Difference:
-    """Return the part in which two conversations differ. The digests are those of their
-    single messages."""
-    first = common_items(recorded_digests, sent_digests)
-    num_same_at_end = common_items(
-        recorded_digests[first:][::-1], sent_digests[first:][::-1]
-    )
-    return Difference(
-        first=first,
-        recorded=recorded[first : len(recorded) - num_same_at_end],
-        sent=sent[first : len(sent) - num_same_at_end],
-    )
-
-
 def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
     """Return one of the nodes whose conversations are the same at a level: the one with
     most of the client's call ids, and the newest of those."""
-    newest_first = nodes[: -_MAX_CANDIDATES - 1 : -1]
+    newest_first = nodes[: -MAX_CANDIDATES - 1 : -1]
     if len(newest_first) == 1:
         return newest_first[0]
     sent_ids = {call.id for message in messages for call in message.tool_calls}

@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from invrl.gateway.turns.message_identity import canonical_json, digests, tools_digest
+from invrl.gateway.turns.matching.message_identity import (
+    canonical_json,
+    is_same_message,
+    tools_digest,
+)
 from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message, Tool
 
 _EXCERPT = 120
@@ -44,6 +48,25 @@ class Difference:
     @property
     def size(self) -> int:
         return len(self.recorded) + len(self.sent)
+
+
+def differing_part(
+    recorded: Sequence[Message],
+    recorded_digests: Sequence[bytes],
+    sent: Sequence[Message],
+    sent_digests: Sequence[bytes],
+) -> Difference:
+    """Return the part in which two conversations differ. The digests are those of their
+    single messages."""
+    first = common_items(recorded_digests, sent_digests)
+    num_same_at_end = common_items(
+        recorded_digests[first:][::-1], sent_digests[first:][::-1]
+    )
+    return Difference(
+        first=first,
+        recorded=recorded[first : len(recorded) - num_same_at_end],
+        sent=sent[first : len(sent) - num_same_at_end],
+    )
 
 
 def message_change(
@@ -183,10 +206,7 @@ def _is_same_reply(
         and reply_calls(recorded) == reply_calls(sent)
     ):
         return True
-    return (
-        digests([recorded], level, tools=tools)[-1]
-        == digests([sent], level, tools=tools)[-1]
-    )
+    return is_same_message(recorded, sent, level, tools)
 
 
 def _excerpts(recorded: str, sent: str) -> tuple[str, str]:

@@ -63,6 +63,15 @@ def digests(
     return prefix_digests
 
 
+def is_same_message(
+    recorded: Message, sent: Message, level: MatchLevel, tools: Sequence[Tool]
+) -> bool:
+    """Whether two messages are the same at a level, whatever comes before them."""
+    recorded_digests = digests([recorded], level, tools=tools)
+    sent_digests = digests([sent], level, tools=tools)
+    return recorded_digests == sent_digests
+
+
 def tools_digest(tools: Sequence[Tool]) -> bytes:
     """Return the digest of the tools, which does not depend on the order of the keys in
     their JSON; b"" for none."""
