@@ -12,6 +12,7 @@ from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
 from invrl.run.settings.config import Config
+from invrl.run.settings.folder import starts_at_checkpoint
 from invrl.run.settings.run_config import is_run_folder
 from invrl.weights.config import ArenaWeights
 
@@ -55,7 +56,8 @@ def check_trainable(config: Config) -> str:
     )
     lora = config.train.lora
     if lora is not None:
-        check_start(lora, lora.projections(shape))
+        if not starts_at_checkpoint(config):
+            check_start(lora, lora.projections(shape))
         served_adapter(config)
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 

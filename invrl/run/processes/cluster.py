@@ -280,6 +280,7 @@ def _rank_settings(
         broadcast_on_gpu=broadcast_on_gpu(config, gpus),
         engine_ranks=config.engine.tp_size,
         weight_folder=str(_weight_folder(config, folder)),
+        base_checksum_path=str(folder.base_checksum_path),
         megatron=dict(config.megatron),
         seed=config.run.seed,
         log=config.run.log_settings(folder.path.name),
