@@ -45,12 +45,15 @@ def unstacked(
     tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the factors under the names under which they arrived. `rows`: of each
-    factor that arrived."""
+    factor that arrived. Where one of a stack has not arrived, SGLang puts zeros in its
+    place: nothing of that stack is yielded, so that its checksums are missing."""
     for name, tensor in tensors.items():
         names = [name]
         for stacked, parts in STACKED.items():
             if f".{stacked}." in name:
                 names = [name.replace(f".{stacked}.", f".{part}.") for part in parts]
+        if not all(part in rows for part in names):
+            continue
         yield from zip(names, tensor.split([rows[part] for part in names]), strict=True)
 
 
