@@ -22,7 +22,7 @@ from e2e.runs import DEADLINE_S, STEPS, steps_of, train
 RANK = 4
 ALPHA = 32.0
 ADAPTER = (
-    *("--lora.rank", str(RANK), "--lr", "3e-2"),
+    *("--lora.rank", str(RANK), "--lr", "5e-3"),
     *("--weights.transport", "adapter"),
 )
 

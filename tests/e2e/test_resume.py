@@ -44,7 +44,7 @@ FOURTH = "checkpoints/step-000004"
 
 
 ADAPTER = (
-    *("--lora.rank", "4", "--lr", "3e-2"),
+    *("--lora.rank", "4", "--lr", "5e-3"),
     *("--weights.transport", "adapter"),
 )
 

@@ -14,7 +14,7 @@ from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.run.settings.config import Config, resolve
-from invrl.run.settings.sent_adapter import served_adapter
+from invrl.run.settings.served_adapters import served_adapter
 from invrl.train.adapters.peft_folder import check_start
 from invrl.train.config import LoraConfig, TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget

@@ -37,7 +37,8 @@ def adapter_name(version: str) -> str:
 
 
 def version_of_adapter(lora_id: str | None) -> str | None:
-    """Return the version of a request's adapter. None: the request has none."""
+    """Return the version of a request's adapter. None: the request has none, or one of
+    `invrl serve --adapter`."""
     return None if lora_id is None else _versions.get(lora_id)
 
 
@@ -83,7 +84,8 @@ def reply_with_checksums() -> None:
             result = load_adapter(self, lora_ref)
         if result.success:
             name = lora_ref.lora_name or ""
-            _versions[lora_ref.lora_id] = name.removeprefix(NAME_PREFIX)
+            if name.startswith(NAME_PREFIX):
+                _versions[lora_ref.lora_id] = name.removeprefix(NAME_PREFIX)
             reply: Any = result  # the one field that can hold checksums
             reply.loaded_adapters = _checksums(self.loras[lora_ref.lora_id])
         return result

@@ -124,6 +124,15 @@ def read_factors(
             yield entry, file.get_slice(_PREFIX + entry.megatron)
 
 
+def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all factors of a folder by name."""
+    with _opened(folder) as file:
+        return {
+            name.removeprefix(_PREFIX): tuple(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118
+        }
+
+
 def open_factors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all factors of a folder by name."""
     with _opened(folder) as file:
@@ -189,13 +198,18 @@ def write_description(
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def has_base_checksum(folder: Path) -> bool:
+    """Whether the folder says of which base its adapter is. One of PEFT's own does
+    not."""
+    return (folder / BASE_NAME).exists()
+
+
 def check_base(folder: Path, base_path: str, base_checksum: str) -> None:
     """Raise ConfigError if the adapter was trained on another base. A folder of PEFT's
     own does not say."""
-    file = folder / BASE_NAME
-    if not file.exists():
+    if not has_base_checksum(folder):
         return
-    base: Mapping[str, str] = json.loads(file.read_bytes())
+    base: Mapping[str, str] = json.loads((folder / BASE_NAME).read_bytes())
     if base["checksum"] != base_checksum:
         raise ConfigError(
             "lora.path",
