@@ -50,7 +50,7 @@ from invrl.engines.client.sglang_client import SglangClient
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.served_adapter import ServedAdapter
-from invrl.errors import InvrlError, ServerError
+from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.run.loop.weight_updater import canary_prompts
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
@@ -92,6 +92,7 @@ _TOKENS_BEFORE = 24
 _KV_TOKENS = 24_576
 _NUM_VERSIONS = 3
 _POLL_S = 0.002
+_RUN_DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +207,7 @@ async def _start(
     prompts = canary_prompts(model)
     adapter.expect(prompts, await own.client.prompt_logprobs(prompts))
     engine = UpdatedAdapter(fleet, client, adapter, settings, prompts)
+    adapter.change()
     await engine.update()
     return engine
 
@@ -237,7 +239,6 @@ class UpdatedAdapter:
 
     async def update(self) -> None:
         self._version += 1
-        self._adapter.change()
         await self._transaction.run(WeightVersion(self._version))
 
     async def unequal_tensors(self) -> int:
@@ -261,23 +262,15 @@ class UpdatedAdapter:
         failures: list[str] = []
         unequal = 0
         for _ in range(updates):
-            async with asyncio.timeout(self._deadline_s):
-                volley = Volley(self._client, number, version=self._version)
-                async with asyncio.TaskGroup() as group:
-                    volley.begin(group)
-                    await volley.until(1)
-                    quiet_from = time.monotonic()
-                    await volley.until(_TOKENS_BEFORE)
-                    start = time.monotonic()
-                    await self.update()
-                    end = time.monotonic()
+            self._adapter.change()
+            volley = Volley(self._client, number, version=self._version)
+            before, window = await self._update_during(volley)
             unequal += await self.unequal_tensors()
-            window = Window(start=start, end=end)
-            before = Window(start=max(quiet_from, 2 * start - end), end=start)
-            quiet.append(Window(start=quiet_from, end=start))
+            quiet.append(before)
             gaps.append(longest_gap(volley.times, window))
-            quiet_gaps.append(longest_gap(volley.times, before))
-            update_s.append(end - start)
+            update_s.append(window.end - window.start)
+            as_long = Window(start=before.end - update_s[-1], end=before.end)
+            quiet_gaps.append(longest_gap(volley.times, as_long))
             times += volley.times
             failures += volley.failures
         step_s = decode_step(times, quiet)
@@ -311,6 +304,26 @@ class UpdatedAdapter:
             },
             failure=f"{name}: {', '.join(reasons)}" if reasons else "",
         )
+
+    async def _update_during(self, volley: Volley) -> tuple[Window, Window]:
+        """Update the engine while the requests decode. Returns the time before the
+        update in which nothing else happened, and that of the update. Raises
+        DeadlineError."""
+        try:
+            async with (
+                asyncio.timeout(self._deadline_s),
+                asyncio.TaskGroup() as group,
+            ):
+                volley.begin(group)
+                await volley.until(1)
+                quiet_from = time.monotonic()
+                await volley.until(_TOKENS_BEFORE)
+                start = time.monotonic()
+                await self.update()
+                end = time.monotonic()
+        except TimeoutError:
+            raise DeadlineError("a volley of requests", self._deadline_s) from None
+        return Window(start=quiet_from, end=start), Window(start=start, end=end)
 
 
 class Volley:
@@ -368,7 +381,7 @@ def _measure_runs(settings: AdapterBenchSettings) -> Part:
     try:
         for preset in ("quickstart_lora", "quickstart"):
             seconds[preset] = _sync_seconds(settings, preset)
-    except ServerError as error:
+    except (ServerError, DeadlineError) as error:
         return _failed("sync_phase", error)
     of_adapter, of_model = map(median, seconds.values())
     return Part(
@@ -378,20 +391,25 @@ def _measure_runs(settings: AdapterBenchSettings) -> Part:
 
 
 def _sync_seconds(settings: AdapterBenchSettings, preset: str) -> list[float]:
-    """Return `time/sync_s` of each step of a run but the first. Raises ServerError."""
+    """Return `time/sync_s` of each step of a run but the first. Raises ServerError,
+    DeadlineError."""
     with TemporaryDirectory(prefix="invrl-bench-") as folder:
         command = [sys.executable, "-m", "invrl.cli", "train", "--config", preset]
         command += ["--model-path", settings.model_path, "--no-eval.tasks"]
         command += ["--num-steps", str(settings.steps), "--log.progress", "plain"]
         command += ["--run-root", folder, "--run-name", preset]
-        run = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        try:
+            run = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_RUN_DEADLINE_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"a run of {preset}", _RUN_DEADLINE_S) from None
         if run.returncode:
             raise ServerError(
                 f"the run failed: {run.stdout[-2000:]}{run.stderr[-1000:]}"

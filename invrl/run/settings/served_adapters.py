@@ -3,7 +3,9 @@ those of `invrl serve --adapter`. SGLang can serve them for some models and targ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.engines.inside_sglang.adapter_loads import NAME_PREFIX, STACKED
@@ -63,7 +65,6 @@ def adapters_by_name(config: Config) -> ServedAdapter | None:
     base = config.model.folder
     model = read_hf_config(base)
     shapes = tensor_shapes(base)
-    checksum = ""
     ranks: list[int] = []
     kinds: set[str] = set()
     for name, folder in folders.items():
@@ -78,8 +79,7 @@ def adapters_by_name(config: Config) -> ServedAdapter | None:
             _check_served(model, adapter.projections, name)
             _check_stacks(adapter.kinds)
             if has_base_checksum(folder):
-                checksum = checksum or weights_checksum(base)
-                check_base(folder, str(base), checksum)
+                check_base(folder, str(base), _base_checksum(base))
         except (ConfigError, TrainError) as error:
             reason = error.reason if isinstance(error, ConfigError) else str(error)
             fix = "give a PEFT folder with a plain LoRA adapter of this model"
@@ -92,6 +92,13 @@ def adapters_by_name(config: Config) -> ServedAdapter | None:
         num_versions=len(folders) + 1,
         folders=folders,
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _base_checksum(base: Path) -> str:
+    """Return the checksum of the model, which a process reads once: it checks its
+    adapters before it starts, and again when it starts the engines."""
+    return weights_checksum(base)
 
 
 def _check_served(
