@@ -12,6 +12,7 @@ from adapter_folders import make_adapter
 from family_models import make_family_model
 
 from invrl.cli.checks.model_checks import check_adapters
+from invrl.cli.command_settings import settings_for_command
 from invrl.cli.flags import parse_flags
 from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.errors import ConfigError
@@ -27,11 +28,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(tmp_path_factory.mktemp("model"), "llama")
 
 
+def configured(command: str, *flags: str) -> Config:
+    sources = parse_flags(flags, command=command)
+    return resolve(*sources, settings_for_command(command).source())
+
+
 def serving(model: Path, *adapters: str, command: str = "serve") -> Config:
     flags = ["--model-path", str(model)]
     for adapter in adapters:
         flags += ["--adapter", adapter]
-    return resolve(*parse_flags(flags, command=command))
+    return configured(command, *flags)
 
 
 def served(model: Path, *adapters: str) -> ServedAdapter:
@@ -178,12 +184,11 @@ def test_other_commands_serve_no_adapters_by_name(model: Path, command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "flags", [("--engine.tp-size", "2"), ("--engine.external-engines", "http://e")]
+    "flags", [("--engine.tp-size", "2"), ("--external-engines", "http://e")]
 )
 def test_engines_that_cannot_load_adapters_are_refused(
     model: Path, flags: tuple[str, ...]
 ) -> None:
     arguments = ["--model-path", str(model), "--adapter", "a=folder", *flags]
-    with pytest.raises(ConfigError) as refused:
-        resolve(*parse_flags(arguments, command="serve"))
-    assert "adapters" in str(refused.value)
+    with pytest.raises(ConfigError, match="adapters"):
+        configured("serve", *arguments)
