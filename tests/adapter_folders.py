@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 Arrays = dict[str, NDArray[np.float32]]
 Wide = dict[str, NDArray[np.float64]]
@@ -82,3 +86,22 @@ def merged(model: Path, factors: Arrays, scale: float) -> Wide:
         change = b.astype(np.float64) @ a.astype(np.float64)
         weights[name.replace(".lora_A", "")] += scale * change
     return weights
+
+
+def adapted_model(model: Path, adapter: Path) -> torch.nn.Module:
+    """Return transformers' model in float32 with the adapter of a PEFT folder merged
+    into it."""
+    import torch
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    factors = {
+        name.removeprefix(PREFIX): factor
+        for name, factor in load_file(adapter / "adapter_model.safetensors").items()
+    }
+    weights = merged(model, factors, config["lora_alpha"] / config["r"])
+    state = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    whole.load_state_dict(state, strict=False)
+    return whole.eval()

@@ -471,6 +471,7 @@ class FaultyReceiver:
     async def logprobs(
         self, prompts: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
+        await self.before("canary")
         return await self.inner.logprobs(prompts)
 
 

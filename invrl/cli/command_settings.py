@@ -102,7 +102,7 @@ _EVAL = CommandSettings(
     keys={
         "run": _RUN,
         "log": _LOG,
-        "model": _all_keys("model"),
+        "model": _all_keys("model") - {"adapter"},
         "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
         "workers": _all_keys("workers"),
         "eval": _all_keys("eval") - {"interval", "engines"},

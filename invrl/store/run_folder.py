@@ -66,6 +66,9 @@ class RunFolder:
     """Training batches, one file per step (`store/batch_file.py`)."""
     data_digests_path = Below("data.json")
     """Checksums of the files of a run on a file, by setting."""
+    base_checksum_path = Below("base_checksum.json")
+    """Checksum of the model that an adapter is trained beside
+    (`train/adapters/base_checksum.py`)."""
     phase_path = Below("phase.json")
     """Present activity of the driver, as JSON: pid, step, phase, and since when (Unix
     seconds)."""

@@ -60,6 +60,8 @@ class RankSettings:
     NCCL."""
     weight_folder: str = ""
     """Folder that only the transports `disk` and `delta` write to."""
+    base_checksum_path: str | None = None
+    """File that keeps the checksum of an adapter's base. None: it is not kept."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

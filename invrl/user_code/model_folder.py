@@ -54,7 +54,8 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
         raise _refuse(
             path,
             "it holds an adapter, not a whole model",
-            "merge it into its base with `invrl export RUN`, and give the folder that this writes",
+            "merge it into its base with `invrl export RUN`, and give the folder that this writes; or serve it "
+            "beside its base: `invrl serve --model-path BASE --adapter NAME=FOLDER`",
         )
     config = _read_json(path / "config.json", path)
     vocab_size = _check_config(path, config, families)

@@ -43,7 +43,13 @@ EXACT = (
 FOURTH = "checkpoints/step-000004"
 
 
-def killed(folder: Path, name: str) -> Path:
+ADAPTER = (
+    *("--lora.rank", "4", "--lr", "5e-3"),
+    *("--weights.transport", "adapter"),
+)
+
+
+def killed(folder: Path, name: str, *more: str) -> Path:
     """Return the folder of a run that was killed (-9) in a step after the fourth, whose
     checkpoint it has."""
     command = [
@@ -53,6 +59,7 @@ def killed(folder: Path, name: str) -> Path:
         "train",
         *flags(folder, name),
         *EXACT,
+        *more,
         *("--num-steps", "100"),
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -95,13 +102,26 @@ def same(row: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize(
+    ("run_name", "more", "weights"),
+    [
+        ("resumed", (), "model.safetensors"),
+        pytest.param(
+            "resumed adapter",
+            ADAPTER,
+            "adapter_model.safetensors",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["model", "adapter"],
+)
 def test_the_steps_after_a_resume_are_those_that_were_lost(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, run_name: str, more: tuple[str, ...], weights: str
 ) -> None:
-    run = killed(folder, "resumed")
+    run = killed(folder, run_name, *more)
     taken_back(run, tmp_path / "first")
     first = tmp_path / "first"
-    train(folder, "resumed", *EXACT, "--num-steps", "4")
+    train(folder, run_name, *EXACT, *more, "--num-steps", "4")
     incarnations = read_incarnations(RunFolder(path=run).store_path)
     assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [
         (0, 0),
@@ -136,5 +156,5 @@ def test_the_steps_after_a_resume_are_those_that_were_lost(
                 )
         for mine_T, its_T in zip(one.advantages, other.advantages, strict=True):
             assert mine_T.tobytes() == its_T.tobytes()
-    weights = f"{FOURTH}/hugging_face/model.safetensors"
-    assert (first / weights).read_bytes() == (run / weights).read_bytes()
+    saved = f"{FOURTH}/hugging_face/{weights}"
+    assert (first / saved).read_bytes() == (run / saved).read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from family_models import make_family_model
 from pool_sender import PoolSender
 from rank_pool import RankPool, Trainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch_updates import CANARY, FP32
 from train_reference import random_batch
 
@@ -25,8 +25,9 @@ from invrl.engines.client.generation import (
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet.fleet import Fleet
 from invrl.engines.launch.served_adapter import ServedAdapter
-from invrl.errors import ServerError
+from invrl.errors import ServerError, WeightSyncError
 from invrl.host.processes.fork_parent import ForkParent
+from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.types.sessions import Sampling
 from invrl.types.weights import WeightVersion
@@ -136,6 +137,51 @@ async def abort_in_the_queue(fleet: Fleet, *, num_running: int) -> None:
     await asyncio.wait({generation.task for generation in (waiting, *fillers)})
 
 
+class SpoilingSender(PoolSender):
+    """Changes a staged folder before engines load it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.spoil: Callable[[Path], object] = lambda folder: None
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        staged = await super().stage(version)
+        self.spoil(Path(staged.handle))
+        return staged
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without(kind: str) -> Callable[[Path], None]:
+    """A folder that lacks the factors of a kind of projection."""
+
+    def remove(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        save_file({name: t for name, t in tensors.items() if kind not in name}, file)
+
+    return remove
+
+
+async def expect_damage_to_be_found(
+    sender: SpoilingSender, transaction: WeightTransaction, fleet: Fleet
+) -> None:
+    """No damaged folder is served, and none ends the engine."""
+    engine = fleet.engines["engine-0"]
+    served = await engine.receiver.read_back(())
+    newest = WeightVersion(int(served.version) + 1)
+    for damage in (truncate, *map(without, KINDS)):
+        sender.spoil = damage
+        with pytest.raises(WeightSyncError):
+            await transaction.run(newest)
+        assert await engine.receiver.read_back(()) == served
+    sender.spoil = lambda folder: None
+    await transaction.run(newest)
+
+
 def factor_checksums(folder: Path) -> dict[str, str]:
     return {
         name: checksum(tensor)
@@ -146,8 +192,9 @@ def factor_checksums(folder: Path) -> dict[str, str]:
 async def test_an_engine_serves_new_versions_while_requests_end_on_theirs(
     trainer: Trainer, fleet: Fleet, tmp_path: Path
 ) -> None:
+    sender = SpoilingSender(trainer)
     transaction = WeightTransaction(
-        PoolSender(trainer),
+        sender,
         fleet.receivers,
         canary_prompts=CANARY,
         bound=FP32,
@@ -202,3 +249,4 @@ async def test_an_engine_serves_new_versions_while_requests_end_on_theirs(
         assert generation.versions == {0}
     assert not newer.task.done()
     newer.task.cancel()
+    await expect_damage_to_be_found(sender, transaction, fleet)

@@ -30,3 +30,17 @@ def test_stacked_factors_are_taken_apart_under_their_own_names() -> None:
     assert found.keys() == arrived.keys()
     for name, factor in arrived.items():
         assert torch.equal(found[name], factor)
+
+
+def test_a_stack_with_a_factor_that_did_not_arrive_is_left_out() -> None:
+    """SGLang fills it with zeros. An error here would end its scheduler."""
+    layer = "layers.0.mlp"
+    held = {
+        f"{layer}.gate_up_proj.lora_B.weight": torch.zeros(10, 2),
+        f"{layer}.down_proj.lora_B.weight": torch.ones(4, 2),
+    }
+    rows = {
+        f"{layer}.gate_proj.lora_B.weight": 5,
+        f"{layer}.down_proj.lora_B.weight": 4,
+    }
+    assert set(dict(unstacked(held, rows))) == {f"{layer}.down_proj.lora_B.weight"}

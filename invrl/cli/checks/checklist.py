@@ -31,10 +31,11 @@ DOCTOR = frozenset({"doctor"})
 TRAIN = DOCTOR | {"train"}
 EVAL = frozenset({"eval"})
 ROLLOUTS = TRAIN | EVAL
-EVERY = ROLLOUTS | {"serve"}
-STORING = EVAL | {"serve"}
+SERVE = frozenset({"serve"})
+EVERY = ROLLOUTS | SERVE
+STORING = EVAL | SERVE
 """The commands whose runs write no checkpoint."""
-WITH_METRICS = TRAIN | {"serve"}
+WITH_METRICS = TRAIN | SERVE
 """Commands that show metrics."""
 ENGINES = EVERY | {"engine"}
 
@@ -107,6 +108,7 @@ CHECKS = (
         on_data=True,
         needs=_MODEL_FOLDER,
     ),
+    Check("adapters", model_checks.check_adapters, SERVE, needs=_MODEL_FOLDER),
     Check(
         _TRAINABLE_MODEL,
         model_checks.check_trainable,

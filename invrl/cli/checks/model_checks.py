@@ -12,6 +12,7 @@ from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
 from invrl.run.settings.config import Config
+from invrl.run.settings.folder import starts_at_checkpoint
 from invrl.run.settings.run_config import is_run_folder
 from invrl.weights.config import ArenaWeights
 
@@ -46,7 +47,7 @@ def check_trainable(config: Config) -> str:
     it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
-    from invrl.run.settings.sent_adapter import served_adapter
+    from invrl.run.settings.served_adapters import served_adapter
     from invrl.train.adapters.peft_folder import check_start
 
     shape = read_hf_config(config.model.folder)
@@ -55,9 +56,21 @@ def check_trainable(config: Config) -> str:
     )
     lora = config.train.lora
     if lora is not None:
-        check_start(lora, lora.projections(shape))
+        if not starts_at_checkpoint(config):
+            check_start(lora, lora.projections(shape))
         served_adapter(config)
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
+
+
+def check_adapters(config: Config) -> str:
+    """Check that the adapters that clients may choose are of the model, and that SGLang
+    can serve them."""
+    from invrl.run.settings.served_adapters import adapters_by_name
+
+    adapters = adapters_by_name(config)
+    if adapters is None:
+        return "none"
+    return f"{', '.join(adapters.folders)}; of rank {adapters.rank} at most"
 
 
 def check_reference(config: Config) -> str:

@@ -22,6 +22,7 @@ from invrl.run.loop.loop import train_values
 from invrl.run.processes import supervisor
 from invrl.run.processes.driver_commands import REPLAY_COMMAND
 from invrl.run.settings.config import Config
+from invrl.run.settings.initial_model import without_initial_adapter
 from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.metrics_file import read_metrics
@@ -86,6 +87,7 @@ async def replay_step(config: Config, folder: RunFolder, step: int) -> str:
     checkpoint = _checkpoint_before(step, Checkpoints(folder.checkpoints_path))
     if checkpoint is not None:
         checkpoint.check(config.model.folder)
+        config = without_initial_adapter(config)
     batch = load_batch(batch_path(folder.rollout_data_path, step))
     async with start_trainer(config, folder) as trainer:
         if checkpoint is not None:

@@ -37,7 +37,8 @@ def serve(arguments: Sequence[str]) -> None:
     session key that is ready to use.
 
     example:
-      invrl serve --model-path MODEL --gateway.port 8000"""
+      invrl serve --model-path MODEL --gateway.port 8000
+      invrl serve --model-path MODEL --adapter sums=PEFT_FOLDER --adapter words=PEFT_FOLDER"""
     config = checked_configuration(arguments, command="serve")
     # No supervisor: this command starts no Ray, and the kernel (or the guardian) ends
     # what it starts.
@@ -54,6 +55,7 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
     from invrl.run.processes.served_metrics import ServedMetrics
     from invrl.run.processes.serving import start_serving
     from invrl.run.processes.tokenizer import keep_tokenizer
+    from invrl.run.settings.served_adapters import adapters_by_name
 
     remove_abandoned()
     keep_tokenizer(config, folder)
@@ -67,7 +69,12 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(
-            start_serving(with_long_answers(config), folder, gpus=gpus)
+            start_serving(
+                with_long_answers(config),
+                folder,
+                gpus=gpus,
+                adapter=adapters_by_name(config),
+            )
         )
         print(
             f"starting {config.engine.described} behind {serving.fleet.router.program}; "
@@ -121,8 +128,9 @@ def welcome(serving: Serving, session: Session) -> str:
     """Return the instructions for pointing an agent at the gateway."""
     url = serving.settings.url
     model = serving.settings.model_name
+    adapters = "".join(f", {name}" for name in serving.settings.adapters)
     return f"""
-serving {model} ({serving.settings.model_path}); Ctrl-C ends it
+serving {model}{adapters} ({serving.settings.model_path}); Ctrl-C ends it
 
   OPENAI_BASE_URL={session.base_url}
   OPENAI_API_KEY={session.key}

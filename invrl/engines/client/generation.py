@@ -80,6 +80,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Number of likeliest tokens to return for each sampled token."""
     path_tokens: int = 0
     """Prompt tokens that belong to earlier turns, which recorded their experts."""
+    adapter: str | None = None
+    """Name of the adapter that samples. None: the model without one, or the version of
+    a run's adapter that the engine chooses."""
     priority: int | None = None
     """Larger is sampled first. For engines with priority scheduling only."""
     stream_interval: int | None = None
@@ -145,6 +148,8 @@ def generate_json(
         "return_logprob": True,
         "stream": True,
     }
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter
     if request.priority is not None:
         body["priority"] = request.priority
     if request.top_logprobs:

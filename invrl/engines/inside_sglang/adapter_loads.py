@@ -37,7 +37,8 @@ def adapter_name(version: str) -> str:
 
 
 def version_of_adapter(lora_id: str | None) -> str | None:
-    """Return the version of a request's adapter. None: the request has none."""
+    """Return the version of a request's adapter. None: the request has none, or one of
+    `invrl serve --adapter`."""
     return None if lora_id is None else _versions.get(lora_id)
 
 
@@ -45,12 +46,15 @@ def unstacked(
     tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the factors under the names under which they arrived. `rows`: of each
-    factor that arrived."""
+    factor that arrived. Where one of a stack has not arrived, SGLang puts zeros in its
+    place: nothing of that stack is yielded, so that its checksums are missing."""
     for name, tensor in tensors.items():
         names = [name]
         for stacked, parts in STACKED.items():
             if f".{stacked}." in name:
                 names = [name.replace(f".{stacked}.", f".{part}.") for part in parts]
+        if not all(part in rows for part in names):
+            continue
         yield from zip(names, tensor.split([rows[part] for part in names]), strict=True)
 
 
@@ -80,7 +84,8 @@ def reply_with_checksums() -> None:
             result = load_adapter(self, lora_ref)
         if result.success:
             name = lora_ref.lora_name or ""
-            _versions[lora_ref.lora_id] = name.removeprefix(NAME_PREFIX)
+            if name.startswith(NAME_PREFIX):
+                _versions[lora_ref.lora_id] = name.removeprefix(NAME_PREFIX)
             reply: Any = result  # the one field that can hold checksums
             reply.loaded_adapters = _checksums(self.loras[lora_ref.lora_id])
         return result

@@ -42,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     """Options that pass through, by upstream's field names."""
     weights: AnyWeights
     adapter: ServedAdapter | None
-    """The adapter of the transport `adapter`; None for the others."""
+    """The adapter of the transport `adapter`, or those of `invrl serve --adapter`."""
     record_experts: bool
     """Keep which experts computed each token."""
     external_key: str

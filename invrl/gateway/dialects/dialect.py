@@ -62,6 +62,8 @@ class Dialect(Protocol[Request]):
 
     path: str
     """Route below `/v1`."""
+    model: str
+    """Name of the model in answers."""
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
         """Parse the request in a body. Raises SessionError 400, which names the invalid

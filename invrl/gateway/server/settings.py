@@ -41,6 +41,9 @@ class GatewaySettings(GatewayConfig):
     model_aliases: tuple[str, ...] = Field(
         (), description="other names under which clients call the model"
     )
+    adapters: tuple[str, ...] = Field(
+        (), description="names of adapters of the model, by which clients choose them"
+    )
     store_path: str
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
@@ -92,8 +95,8 @@ class GatewaySettings(GatewayConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names under which clients call the model."""
-        return (self.model_name, *self.model_aliases)
+        """All names under which clients call the model and its adapters."""
+        return (self.model_name, *self.model_aliases, *self.adapters)
 
     @property
     def url(self) -> str:

@@ -72,7 +72,9 @@ class Turns:
     """Reader of the same store: it has what an earlier worker committed."""
     context_length: int
     models: Sequence[str]
-    """Names under which clients call the model."""
+    """Names under which clients call the model and its adapters."""
+    adapters: Sequence[str] = ()
+    """Names of the adapters: a request that has one of them is sampled with it."""
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
     constrained: Constrained = "free"
@@ -288,6 +290,7 @@ class Turns:
             routing_key=conversation.record.session.id,
             top_logprobs=max(request.top_logprobs, top_recorded),
             path_tokens=num_path_ids,
+            adapter=request.model if request.model in self.adapters else None,
         )
         fork_reason = ""
         if placement.fork is not None:

@@ -77,6 +77,7 @@ from invrl.run.processes.process_samples import sample_processes
 from invrl.run.processes.served_metrics import ServedMetrics
 from invrl.run.processes.tokenizer import keep_tokenizer
 from invrl.run.settings.config import Config
+from invrl.run.settings.initial_model import without_initial_adapter
 from invrl.store.batch_file import batch_path, save_batch
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
@@ -125,6 +126,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         if config.run.debug_train_only:
             # Outside the event loop: here an interrupt ends it immediately.
             start = _start_at_given_checkpoint(config)
+        if start.checkpoint is not None:
+            config = without_initial_adapter(config)
         parts = RunParts(
             config, folder, checkpoints, observer, start, num_steps, awaited
         )

@@ -59,7 +59,7 @@ from invrl.run.processes.tokenizer import chat_template_override
 from invrl.run.processes.trainer_memory import with_divided_memory
 from invrl.run.processes.weight_devices import arena_on_gpu, broadcast_on_gpu
 from invrl.run.settings.config import Config
-from invrl.run.settings.sent_adapter import served_adapter
+from invrl.run.settings.served_adapters import served_adapter
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
@@ -280,6 +280,7 @@ def _rank_settings(
         broadcast_on_gpu=broadcast_on_gpu(config, gpus),
         engine_ranks=config.engine.tp_size,
         weight_folder=str(_weight_folder(config, folder)),
+        base_checksum_path=str(folder.base_checksum_path),
         megatron=dict(config.megatron),
         seed=config.run.seed,
         log=config.run.log_settings(folder.path.name),

@@ -79,7 +79,8 @@ async def start_serving(
     exceeding the model's context. `engines_may_start`: engines start once it is set;
     None: immediately. `gpus`: the plan of a run that trains; None: the engines have all
     GPUs. Raises ConfigError if there are too few. `adapter`: the one that the run's
-    trainer sends alone; None: engines serve whole weights."""
+    trainer sends alone, or those that clients choose; None: engines serve whole
+    weights."""
     gpus = gpus or plan_engines(config, count_gpus())
     env_key = take_environment_key()
     engine_key = take_engine_key()
@@ -188,6 +189,7 @@ def _gateway_settings(
         "model_path": str(config.model.folder),
         "model_name": model_name,
         "model_aliases": model_aliases,
+        "adapters": tuple(config.model.adapters),
         "store_path": str(folder.store_path),
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,

@@ -19,7 +19,7 @@ from invrl.run.settings.algorithm_contradictions import (
     Contradictions,
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
-from invrl.run.settings.lora_contradictions import adapter, sent_adapter
+from invrl.run.settings.lora_contradictions import adapter, sent_adapter, served_by_name
 from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.types.section import Section
@@ -432,7 +432,17 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, adapter, *TRAINER)
+_ON_DATA = (
+    _names,
+    _choices,
+    _modes,
+    _data,
+    _schedule,
+    *ON_DATA,
+    adapter,
+    served_by_name,
+    *TRAINER,
+)
 _WITH_ROLLOUTS = (
     _names,
     _choices,
@@ -444,6 +454,7 @@ _WITH_ROLLOUTS = (
     *WITH_ROLLOUTS,
     adapter,
     sent_adapter,
+    served_by_name,
     _difficulty,
     *TRAINER,
     _evaluation,

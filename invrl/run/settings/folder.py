@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from invrl.errors import ConfigError
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.settings.config import UPSTREAM, Config
 from invrl.run.settings.resolved_config import load_resolved, write_resolved
 from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
@@ -35,6 +36,16 @@ def check_run_folder(config: Config) -> None:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise unwritable(root, error) from error
+
+
+def starts_at_checkpoint(config: Config) -> bool:
+    """Whether the run would start at a checkpoint, of its folder or of
+    `--load-checkpoint`."""
+    if config.run.debug_train_only:
+        return config.run.load_checkpoint is not None
+    root, name = _place(config)
+    checkpoints = Checkpoints(RunFolder(path=root / name).checkpoints_path)
+    return bool(name) and checkpoints.latest() is not None
 
 
 @contextmanager

@@ -31,6 +31,18 @@ def with_initial_models(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
+def without_initial_adapter(config: Config) -> Config:
+    """Return the configuration of a start at a checkpoint, which has the adapter: the
+    one of `--lora.path` need not be there any more."""
+    lora = config.train.lora
+    if lora is None or lora.path is None:
+        return config
+    train = config.train.model_copy(
+        update={"lora": lora.model_copy(update={"path": None})}
+    )
+    return config.model_copy(update={"train": train})
+
+
 def _settled(path: str | None) -> str | None:
     """Return the checkpoint of a run that has one; any other path as it is."""
     if path is None or not is_run_folder(Path(path).expanduser().absolute()):

@@ -34,6 +34,22 @@ def sent_adapter(config: Config) -> Contradictions:
         yield "run.colocate", reason, fix
 
 
+def served_by_name(config: Config) -> Contradictions:
+    """Adapters that clients choose by their names, and what cannot serve them."""
+    if not config.model.adapter:
+        return
+    if not config.run.debug_rollout_only:
+        reason = "only the clients of `invrl serve` choose an adapter; a run has one, the one that it trains"
+        fix = "leave it out; --lora.path FOLDER is the adapter to begin with"
+        yield "model.adapter", reason, fix
+    fix = "leave one of the two out"
+    if config.engine.external_engines:
+        reason = "engines that this command does not start do not load adapters"
+        yield "engine.external_engines", reason, fix
+    if config.engine.tp_size > 1:
+        yield "engine.tp_size", "only engines of one process serve adapters", fix
+
+
 def adapter(config: Config) -> Contradictions:
     """Settings that would train, or keep, other weights than the adapter."""
     if config.train.lora is None:

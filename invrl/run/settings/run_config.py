@@ -1,13 +1,17 @@
 """Settings of a run as a whole, and of its model."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from invrl.errors import ConfigError
 from invrl.host.output.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.types.section import COMMA_SEPARATED, Section, Text
+
+_ADAPTER = re.compile(r"([\w./-]{1,64})=(.+)")
 
 
 class WandbConfig(Section):
@@ -166,6 +170,12 @@ class ModelConfig(Section):
         "times; empty: that of its folder (training sessions accept any)",
     )
 
+    adapter: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        default=(),
+        description="`invrl serve`: adapters of the model, each NAME=FOLDER (PEFT), which clients choose by NAME; "
+        "may be given several times",
+    )
+
     reference_model_path: Text | None = Field(
         default=None,
         description="folder or checkpoint with the weights of the frozen reference, a model of "
@@ -187,6 +197,23 @@ class ModelConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Names under which clients call the model; replies have the first."""
         return self.served_model_name or (self.name,)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Absolute PEFT folders by the names of their adapters. Raises ConfigError for
+        an entry that is not NAME=FOLDER, and for a name that is given twice."""
+        folders: dict[str, Path] = {}
+        for entry in self.adapter:
+            match = _ADAPTER.fullmatch(entry)
+            fix = "write --adapter NAME=FOLDER, NAME of letters, digits, '.', '_', '-', '/'"
+            if match is None:
+                raise ConfigError("model.adapter", entry, "not NAME=FOLDER", fix)
+            name = match[1]
+            if name in folders or name in self.names:
+                reason = f"the name {name} is that of another adapter, or of the model"
+                raise ConfigError("model.adapter", entry, reason, "choose another name")
+            folders[name] = Path(match[2]).expanduser().absolute()
+        return folders
 
     @property
     def name(self) -> str:

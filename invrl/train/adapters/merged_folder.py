@@ -17,11 +17,11 @@ from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
+from invrl.train.adapters.base_checksum import weights_checksum
 from invrl.train.adapters.peft_folder import (
     BASE_NAME,
     open_factors,
     read_peft_config,
-    weights_checksum,
 )
 from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files

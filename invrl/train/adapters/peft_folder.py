@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import safe_open
 
@@ -23,7 +22,6 @@ from invrl.families.projections import Projection
 from invrl.interfaces import WeightLayout
 from invrl.train.config import LoraConfig
 from invrl.types.weights import TensorSpec
-from invrl.user_code.model_folder import tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +124,15 @@ def read_factors(
             yield entry, file.get_slice(_PREFIX + entry.megatron)
 
 
+def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all factors of a folder by name."""
+    with _opened(folder) as file:
+        return {
+            name.removeprefix(_PREFIX): tuple(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118
+        }
+
+
 def open_factors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all factors of a folder by name."""
     with _opened(folder) as file:
@@ -191,13 +198,18 @@ def write_description(
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def has_base_checksum(folder: Path) -> bool:
+    """Whether the folder says of which base its adapter is. One of PEFT's own does
+    not."""
+    return (folder / BASE_NAME).exists()
+
+
 def check_base(folder: Path, base_path: str, base_checksum: str) -> None:
     """Raise ConfigError if the adapter was trained on another base. A folder of PEFT's
     own does not say."""
-    file = folder / BASE_NAME
-    if not file.exists():
+    if not has_base_checksum(folder):
         return
-    base: Mapping[str, str] = json.loads(file.read_bytes())
+    base: Mapping[str, str] = json.loads((folder / BASE_NAME).read_bytes())
     if base["checksum"] != base_checksum:
         raise ConfigError(
             "lora.path",
@@ -206,20 +218,6 @@ def check_base(folder: Path, base_path: str, base_checksum: str) -> None:
             f"whose weights have the checksum {base['checksum']}, not {base_checksum}",
             "give the model that it was trained on as --model-path",
         )
-
-
-def weights_checksum(folder: Path) -> str:
-    """Return the checksum of a model's weights: xxh3-128 of the names and bytes of its
-    tensors in the order of their names, however they are divided into files."""
-    from invrl.weights.tensors.tensor_spec import raw_bytes
-
-    files = tensor_files(folder)
-    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    digest = xxhash.xxh3_128()
-    for name, file in sorted(files.items()):
-        digest.update(name.encode())
-        digest.update(raw_bytes(opened[file].get_tensor(name)).numpy().data)
-    return digest.hexdigest()
 
 
 def is_peft_folder(folder: Path) -> bool:

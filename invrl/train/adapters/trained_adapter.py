@@ -13,12 +13,12 @@ from invrl.errors import TrainError
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.interfaces import WeightLayout
 from invrl.train.adapters.adapter import factor_table, own_factors
+from invrl.train.adapters.base_checksum import kept_checksum, weights_checksum
 from invrl.train.adapters.peft_folder import (
     WEIGHTS_NAME,
     check_base,
     peft_layout,
     read_factors,
-    weights_checksum,
     with_peft_names,
     write_description,
     write_factors,
@@ -44,12 +44,14 @@ class TrainedAdapter:
         *,
         base_path: str,
         base_specs: WeightLayout,
+        checksum_path: str | None,
     ) -> None:
-        """`base_specs` are the base's tensors in the dtype of training. All ranks call
-        it together. Raises ConfigError for an adapter of another base."""
+        """`base_specs` are the base's tensors in the dtype of training. The base's
+        checksum is kept in the file `checksum_path`, if there is one. All ranks call it
+        together. Raises ConfigError for an adapter of another base."""
         self._lora = lora
         self._base_path = base_path
-        self._base_checksum = _from_first_rank(base_path)
+        self._base_checksum = _from_first_rank(base_path, checksum_path)
         projections = lora.projections(config)
         self._kinds = sorted({projection.kind for projection in projections})
         shapes = {spec.name: spec.shape for spec in base_specs}
@@ -164,10 +166,14 @@ def _load(
             factor.copy_(own)
 
 
-def _from_first_rank(base_path: str) -> str:
+def _from_first_rank(base_path: str, checksum_path: str | None) -> str:
     """Return the checksum of the base's weights, which the first rank reads."""
     checksum: list[str] = [""]
     if torch.distributed.get_rank() == 0:
-        checksum = [weights_checksum(Path(base_path))]
+        folder = Path(base_path)
+        if checksum_path is None:
+            checksum = [weights_checksum(folder)]
+        else:
+            checksum = [kept_checksum(folder, Path(checksum_path))]
     torch.distributed.broadcast_object_list(checksum, 0)
     return checksum[0]

@@ -132,6 +132,7 @@ class TrainRank(SavingRank):
                 settings.layout,
                 base_path=folder,
                 base_specs=self._trained_specs,
+                checksum_path=settings.base_checksum_path,
             )
         self._masks = GrammarMasks(folder, self._config.vocab_size)
         shares_critic = (

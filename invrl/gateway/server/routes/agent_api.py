@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
@@ -137,7 +138,12 @@ class AgentEndpoint:
         )
         request = await self.turns.threads.run(parse, size=len(body))
         if client.model_in_path is not None:
-            turn = structs.replace(request.turn, model=client.model_in_path)
+            turn = structs.replace(
+                request.turn,
+                model=client.model_in_path,
+                # A retry asks for the same model; the body does not say which.
+                digest=f"{request.turn.digest}-{client.model_in_path}",
+            )
             request = structs.replace(request, turn=turn)
         self.turns.check_model(record, request.turn.model)
         self.turns.counts.add_ignored(record, request.turn.ignored)
@@ -164,7 +170,7 @@ class AgentEndpoint:
             blanks = _blanks(client, {**headers, **_JSON}, self.settings.keep_alive_s)
         async with blanks:
             answers = [await source.answer() for source in sources]
-        answer = self.dialect.answer(request, answers)
+        answer = self._dialect_of(request).answer(request, answers)
         if client.started:
             return await client.end(answer)
         return await client.answer(200, {**headers, **_JSON}, answer)
@@ -180,7 +186,8 @@ class AgentEndpoint:
         response starts with the first token, or with the first keep-alive: an earlier
         error has its own status. The dialect's first event waits for the first token,
         because it contains the number of cached tokens."""
-        stream = self.dialect.stream(request, [source.start for source in sources])
+        starts = [source.start for source in sources]
+        stream = self._dialect_of(request).stream(request, starts)
         client.error_event = stream.error
         has_head = False
         async for choice, piece in _interleaved(sources, self.settings.keep_alive_s):
@@ -197,6 +204,16 @@ class AgentEndpoint:
                 await client.write(event)
         answers = [await source.answer() for source in sources]
         return await client.end(stream.tail(answers))
+
+    def _dialect_of(self, request: ParsedRequest) -> Dialect[Any]:
+        """Return the dialect with the name that answers to a request have: its
+        adapter's, or the model's first."""
+        adapter = request.turn.model
+        if adapter is None or adapter not in self.settings.adapters:
+            return self.dialect
+        named = copy.copy(self.dialect)
+        named.model = adapter
+        return named
 
     async def _refuse(
         self,

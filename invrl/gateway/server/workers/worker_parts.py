@@ -100,6 +100,7 @@ def make_parts(
         match_level=MatchLevel[settings.match_level.upper()],
         constrained=settings.constrained,
         models=settings.model_names,
+        adapters=settings.adapters,
         recorded_top_logprobs=settings.record_top_logprobs,
         engine_return_s=settings.engine_return_s,
         space_wait_s=settings.space_wait_s,
