@@ -20,6 +20,7 @@ from invrl.run.settings.algorithm_contradictions import (
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
 from invrl.run.settings.lora_contradictions import adapter, sent_adapter
+from invrl.run.settings.placement_contradictions import placement
 from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.types.section import Section
@@ -432,7 +433,17 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA, adapter, *TRAINER)
+_ON_DATA = (
+    _names,
+    _choices,
+    _modes,
+    _data,
+    _schedule,
+    *ON_DATA,
+    adapter,
+    placement,
+    *TRAINER,
+)
 _WITH_ROLLOUTS = (
     _names,
     _choices,
@@ -450,6 +461,7 @@ _WITH_ROLLOUTS = (
     *ENGINES,
     _deadlines,
     _determinism,
+    placement,
     *WEIGHTS,
 )
 
