@@ -14,8 +14,8 @@ class EngineHost:
     name: str
     address: str
     """Address at which its engine listens; the driver's node reaches it."""
-    num_gpus: int
-    """GPUs that the engine takes of it; 0: it is on the CPU."""
+    num_gpus: int | None
+    """GPUs that the engine takes of it; None: it is on the CPU."""
 
 
 class EngineHosts(Protocol):

@@ -61,8 +61,9 @@ class ActorOptions:
     node: str | None = None
     """Ray's id of the node that the actor is on; None: the node of this process, which
     has the run folder and the gateway."""
-    num_gpus: int = 0
-    """GPUs that Ray gives the actor, which sees no others; 0: Ray changes nothing."""
+    num_gpus: int | None = None
+    """GPUs that Ray gives the actor, which sees no others; None: it sees those that its
+    node's processes see."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class EnginePool:
             node_id=node.id,
             name=node.name,
             address=node.address,
-            num_gpus=self._tp_size if node.gpus else 0,
+            num_gpus=self._tp_size if node.gpus else None,
         )
 
     @property

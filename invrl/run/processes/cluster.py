@@ -292,7 +292,7 @@ def _rank_options(config: Config, placement: Placement | None) -> list[ActorOpti
     if placement is None or placement.ranks is None:
         return [ActorOptions()] * config.num_ranks
     return [
-        ActorOptions(node=node.id, num_gpus=1 if node.gpus else 0)
+        ActorOptions(node=node.id, num_gpus=1 if node.gpus else None)
         for node in placement.ranks
     ]
 

@@ -136,6 +136,8 @@ _MAY_CHANGE = frozenset(
         "checkpoints.keep_best_by",
         "train.max_shard_gb",
         "engine.external_engines",
+        "placement.engines",
+        "placement.trainer",
         "failures.max_identical",
         "failures.max_at_start",
         "buffer.max_filtered_batches",
