@@ -37,7 +37,8 @@ from invrl.weights.config import FileWeights
 
 _DEADLINE_S = 90.0
 """Seconds for a node to start a worker and answer."""
-_MOST_LISTED = 4096
+_LONGEST_LINE = 4096
+_WRONG_GREETINGS = (OSError, ValueError, TypeError, LookupError)
 
 
 async def check_cluster(config: Config, shared: Path) -> Placement | None:
@@ -169,7 +170,7 @@ async def _listening(
     far its clock is ahead. Yields the port."""
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError, ValueError):
+        with contextlib.closing(writer), contextlib.suppress(*_WRONG_GREETINGS):
             line = await reader.readline()
             now = time.time()
             greeting = json.loads(line)
@@ -183,7 +184,7 @@ async def _listening(
                 back.write(f"{greeting['token']}\n".encode())
                 await back.drain()
 
-    server = await asyncio.start_server(meet, driver.address, 0, limit=_MOST_LISTED)
+    server = await asyncio.start_server(meet, driver.address, 0, limit=_LONGEST_LINE)
     async with server:
         yield server.sockets[0].getsockname()[1]
 

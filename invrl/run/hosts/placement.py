@@ -7,6 +7,7 @@ Everything else is on the driver's node, which has the run folder and the gatewa
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def place_run(config: Config, nodes: Sequence[Node], driver_id: str) -> Placemen
 
 class EnginePool:
     """The node of each engine, chosen when it starts: one of those that live then, with
-    the fewest other engines."""
+    the fewest other engines. Any thread may ask."""
 
     def __init__(
         self,
@@ -136,10 +137,23 @@ class EnginePool:
         self._ranks = ranks
         self._read_nodes = read_nodes
         self._node_of: dict[str, str] = {}
+        self._lock = threading.Lock()
 
     def host_of(self, engine: str) -> EngineHost | None:
         """Return the node on which the engine is to start now; None while none that it
         may be on has room."""
+        with self._lock:
+            node = self._choose(engine)
+        if node is None:
+            return None
+        return EngineHost(
+            node_id=node.id,
+            name=node.name,
+            address=node.address,
+            num_gpus=self._tp_size if node.gpus else None,
+        )
+
+    def _choose(self, engine: str) -> Node | None:
         self._node_of.pop(engine, None)
         num_engines = Counter(self._node_of.values())
         nodes = [
@@ -153,12 +167,7 @@ class EnginePool:
             return None
         node = min(nodes, key=lambda candidate: num_engines[candidate.id])
         self._node_of[engine] = node.id
-        return EngineHost(
-            node_id=node.id,
-            name=node.name,
-            address=node.address,
-            num_gpus=self._tp_size if node.gpus else None,
-        )
+        return node
 
     @property
     def description(self) -> str:
