@@ -1,5 +1,5 @@
-"""A run whose engine is on the second node of a Ray cluster: two raylets of this
-machine. The node is killed, comes back, and the run goes on."""
+"""Runs with a role on the second node of a Ray cluster: two raylets of this machine.
+The node with the engine is killed, comes back, and the run goes on."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Cluster:
             node.wait(60)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with TemporaryDirectory(
         prefix="invrl-two-", dir=short_folder(), ignore_cleanup_errors=True
@@ -163,9 +163,7 @@ def engine_of(node: psutil.Process) -> list[psutil.Process]:
     ]
 
 
-def test_engine_of_a_node_that_is_killed_returns_with_it(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_doctor_asks_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     doctor = cluster.run(
         "doctor", "--cluster", *flags(tmp_path), log=tmp_path / "doctor"
@@ -174,6 +172,26 @@ def test_engine_of_a_node_that_is_killed_returns_with_it(
     assert doctor.wait(WITHIN_S) == 0, printed.read_text()
     assert "2 nodes, 0 faults" in printed.read_text()
 
+
+def test_trainer_rank_on_the_second_node_trains(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "model")
+    on_second = ("--no-placement.engines", "--placement.trainer", "pool=rollout")
+    command = cluster.run(
+        *("train", *flags(tmp_path), *on_second),
+        *("--num-steps", "2", "--run-name", "run"),
+        log=tmp_path / "train",
+    )
+    assert command.wait(WITHIN_S) == 0, (tmp_path / "train").read_text()
+    assert num_steps(tmp_path / "run") == 2
+    check_exactly_once(tmp_path / "run" / "run.sqlite")
+
+
+def test_engine_of_a_node_that_is_killed_returns_with_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "model")
     run = tmp_path / "run"
     command = cluster.run(
         "train", *flags(tmp_path), "--run-name", "run", log=tmp_path / "train"
