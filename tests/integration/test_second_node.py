@@ -176,12 +176,13 @@ def test_doctor_asks_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     assert "2 nodes, 0 faults" in printed.read_text()
 
 
-def test_trainer_rank_on_the_second_node_trains(
+def test_trainer_rank_and_rollout_worker_on_the_second_node_train(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     make_tiny_model(tmp_path / "model")
     command = cluster.run(
         *("train", *flags(tmp_path), "--placement.trainer", "pool=rollout"),
+        *("--placement.rollout-workers", "pool=rollout", "--gateway.host", "0.0.0.0"),
         *("--num-steps", "2", "--run-name", "run"),
         log=tmp_path / "train",
     )

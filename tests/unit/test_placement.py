@@ -17,7 +17,13 @@ from invrl.run.hosts import cluster_check, node_report
 from invrl.run.hosts.cluster_check import refuse_placement_without_cluster
 from invrl.run.hosts.node_answer import NodeAnswer, NodeNeeds, node_faults
 from invrl.run.hosts.node_report import NodeQuestion, NodeReport, report_node
-from invrl.run.hosts.placement import EnginePool, Node, engine_pool, place_run
+from invrl.run.hosts.placement import (
+    EnginePool,
+    Node,
+    WorkerNodes,
+    engine_pool,
+    place_run,
+)
 from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.settings.config import Config, resolve
 
@@ -144,6 +150,19 @@ def test_the_drivers_gpus_are_planned_without_roles_on_other_nodes() -> None:
     assert (plan.ranks, plan.engines) == ((), ((0,),))
 
 
+def test_workers_take_the_living_nodes_in_turn() -> None:
+    flags = ("--placement.rollout-workers", "pool=rollout", "--gateway.host", "0.0.0.0")
+    placement = place_run(configured(*flags), [A, B, C], "id-a")
+    assert placement.others == placement.worker_pool == [B, C]
+    living = [A, B, C]
+    nodes = WorkerNodes([B, C], read_nodes=lambda: living)
+    assert [nodes.next_node() for _ in range(3)] == ["id-b", "id-c", "id-b"]
+    living.remove(C)
+    assert [nodes.next_node() for _ in range(2)] == ["id-b", "id-b"]
+    living.remove(B)
+    assert nodes.next_node() in ("id-b", "id-c")
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -181,6 +200,7 @@ def test_a_pool_too_small_is_refused_with_the_numbers_that_fit() -> None:
             ("--placement.trainer", "b", *DISK, "--debug-rollout-only"),
             "placement.trainer",
         ),
+        (("--placement.rollout-workers", "b"), "gateway.host"),
     ],
 )
 def test_settings_that_contradict_a_placement_are_refused(
@@ -252,6 +272,7 @@ def test_the_run_folder_must_be_shared_only_with_those_that_use_it() -> None:
     assert faults(apart) == []
     assert "--weights.host" in faults(apart, opens_files=True)[0]
     assert "checkpoints" in faults(replace(apart, roles=("trainer",)))[0]
+    assert "logs" in faults(replace(apart, roles=("workers",)))[0]
 
 
 def test_a_node_without_an_answer_is_refused_only_if_the_run_uses_it() -> None:

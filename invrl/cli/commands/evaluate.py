@@ -110,7 +110,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             if placement is None:
                 with starting.part("Ray"):
                     stack.enter_context(start_ray(config, folder.ray_logs_path))
-            rollouts = create_rollouts(config, folder, serving)
+            rollouts = create_rollouts(config, folder, serving, placement=placement)
             stack.push_async_callback(rollouts.stop)
             await all_started(
                 starting.wait_until_up("rollout workers", rollouts.start()),

@@ -62,6 +62,7 @@ def refuse_placement_without_cluster(config: Config) -> None:
     for name, selector in (
         ("engines", config.engine_nodes),
         ("trainer", config.rank_nodes),
+        ("rollout_workers", config.worker_nodes),
     ):
         if selector:
             raise ConfigError(
@@ -138,6 +139,8 @@ def _roles(node: Node, placement: Placement) -> list[str]:
         roles.append("engines")
     if node in (placement.ranks or ()):
         roles.append("trainer")
+    if node in (placement.worker_pool or ()):
+        roles.append("workers")
     return roles
 
 

@@ -1,7 +1,7 @@
 """What a node of a cluster has answered, and what of it keeps the run from using the node.
 Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from invrl.errors import ConfigError
@@ -10,7 +10,11 @@ from invrl.run.hosts.placement import Node
 
 _MOST_CLOCK_GAP_S = 2.0
 _SAME_INSTALLATION = "install the driver's version there"
-_OF_EVERY_ROLE = ("invrl", "python", "torch")
+_PACKAGES = {
+    "engines": ("torch", "sglang"),
+    "trainer": ("torch", "megatron-core"),
+}
+"""Packages that a role needs besides invrl and Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +57,8 @@ def node_faults(answer: NodeAnswer, needs: NodeNeeds) -> Iterator[ConfigError]:
     if report.port_fault:
         fix = "open the ports between the nodes in both directions, or start their Ray with other addresses"
         yield fault("ports", "closed", report.port_fault, fix)
-    packages = [*_OF_EVERY_ROLE]
-    if "engines" in answer.roles:
-        packages.append("sglang")
-    if "trainer" in answer.roles:
-        packages.append("megatron-core")
-    for package in packages:
+    needed = [name for role in answer.roles for name in _PACKAGES.get(role, ())]
+    for package in dict.fromkeys(["invrl", "python", *needed]):
         found = _comparable(package, report.versions)
         wanted = _comparable(package, needs.driver.versions)
         if found != wanted:
@@ -70,23 +70,32 @@ def node_faults(answer: NodeAnswer, needs: NodeNeeds) -> Iterator[ConfigError]:
         fix = "put the driver's model folder there under the same path"
         yield fault("model", report.model, reason, fix)
     if not report.sees_run_folder:
-        if "trainer" in answer.roles:
-            reason = "trainer ranks write checkpoints into it, and it is not the driver's there"
-            yield fault(
-                "run folder",
-                "not shared",
-                reason,
-                "share --run-root, by NFS or the like",
-            )
-        elif needs.engines_open_files:
-            reason = "engines open new weights in it, and it is not the driver's there"
-            fix = "add --weights.host with the driver's address, or share the folder"
-            yield fault("run folder", "not shared", reason, fix)
+        yield from _unshared(answer, needs, fault)
     gap_s = answer.clock_gap_s
     if gap_s is not None and abs(gap_s) > _MOST_CLOCK_GAP_S:
         reason = f"it differs from the driver's by more than {_MOST_CLOCK_GAP_S:g} s"
         fix = "set both by NTP: logs and traces are compared by time"
         yield fault("clock", f"{gap_s:+.1f} s", reason, fix)
+
+
+def _unshared(
+    answer: NodeAnswer, needs: NodeNeeds, fault: Callable[..., ConfigError]
+) -> Iterator[ConfigError]:
+    """Yield the fault of a run folder that a node does not see, if its roles use it."""
+    uses = {
+        "trainer": "trainer ranks write checkpoints into it",
+        "workers": "rollout workers write their logs into it",
+    }
+    fix = "share --run-root between the nodes, by NFS or the like"
+    if needs.engines_open_files:
+        uses["engines"] = "engines open new weights in it"
+        if "trainer" not in answer.roles:
+            fix += ", or add --weights.host with the driver's address"
+    for role in answer.roles:
+        if role in uses:
+            reason = f"{uses[role]}, and it is not the driver's there"
+            yield fault("run folder", "not shared", reason, fix)
+            return
 
 
 def _comparable(package: str, versions: Mapping[str, str]) -> str:

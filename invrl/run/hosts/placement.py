@@ -7,6 +7,7 @@ Everything else is on the driver's node, which has the run folder and the gatewa
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,11 +75,14 @@ class Placement:
     ranks: Sequence[Node] | None = None
     """Node of each trainer rank, the policy's before the critic's; None: the
     driver's."""
+    worker_pool: Sequence[Node] | None = None
+    """Nodes that the rollout workers may be on; None: the driver's."""
 
     @property
     def others(self) -> list[Node]:
         """Nodes of the run besides the driver's, each once."""
-        nodes = {node.id: node for node in (*(self.engine_pool or ()), *self._ranks)}
+        placed = (*(self.engine_pool or ()), *self._ranks, *(self.worker_pool or ()))
+        nodes = {node.id: node for node in placed}
         return [node for node in nodes.values() if node.id != self.driver.id]
 
     def rank_address(self, first: int = 0) -> str:
@@ -113,7 +117,12 @@ def place_run(config: Config, nodes: Sequence[Node], driver_id: str) -> Placemen
                 "leave it out: the run's engines are there without it",
             )
         _check_engine_gpus(config, engine_pool, ranks or ())
-    return Placement(driver=driver, engine_pool=engine_pool, ranks=ranks)
+    worker_pool = None
+    if config.worker_nodes:
+        worker_pool = _pool("placement.rollout_workers", config.worker_nodes, nodes)
+    return Placement(
+        driver=driver, engine_pool=engine_pool, ranks=ranks, worker_pool=worker_pool
+    )
 
 
 class EnginePool:
@@ -185,6 +194,29 @@ def engine_pool(config: Config, placement: Placement | None) -> EnginePool | Non
         driver_id=placement.driver.id,
         ranks=placement.ranks or (),
     )
+
+
+class WorkerNodes:
+    """The node of each new rollout worker: the living ones in turn."""
+
+    def __init__(
+        self,
+        pool: Sequence[Node],
+        read_nodes: Callable[[], Sequence[Node]] = living_nodes,
+    ) -> None:
+        self._turns = itertools.cycle(pool)
+        self._size = len(pool)
+        self._read_nodes = read_nodes
+
+    def next_node(self) -> str:
+        """Return Ray's id of a node; of one that is gone if none of them lives, on
+        which no worker will start."""
+        living = {node.id for node in self._read_nodes()}
+        for _ in range(self._size):
+            node = next(self._turns)
+            if node.id in living:
+                return node.id
+        return next(self._turns).id
 
 
 def _pool(field: str, selector: str, nodes: Sequence[Node]) -> list[Node]:

@@ -49,7 +49,7 @@ from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.hosts.cluster_check import check_cluster
-from invrl.run.hosts.placement import LOOPBACK, Placement, engine_pool
+from invrl.run.hosts.placement import LOOPBACK, Placement, WorkerNodes, engine_pool
 from invrl.run.processes.gpu_plan import (
     GpuPlan,
     plan_run,
@@ -141,7 +141,7 @@ async def start_cluster(
                 stack.callback(shutil.rmtree, weight_folder, ignore_errors=True)
                 trainer = _create_trainer(config, folder, gpus, placement)
             buffer = _create_buffer(config, folder)
-            rollouts = create_rollouts(config, folder, serving, buffer)
+            rollouts = create_rollouts(config, folder, serving, buffer, placement)
             stack.push_async_callback(rollouts.stop)
             starts = [
                 starting.wait_until_up("engines", serving.wait_ready()),
@@ -364,10 +364,16 @@ def create_rollouts(
     folder: RunFolder,
     serving: Serving,
     buffer: BufferHandle | None = None,
+    placement: Placement | None = None,
 ) -> RolloutHandle:
     """Create the rollout workers and the dispatcher. Without a buffer they only
     evaluate."""
     gate = config.gateway.gate
+    gateway_url = serving.gateway.url
+    worker_nodes = None
+    if placement is not None and placement.worker_pool is not None:
+        gateway_url = serving.gateway.url_at(placement.driver.address)
+        worker_nodes = WorkerNodes(placement.worker_pool)
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)
@@ -375,14 +381,15 @@ def create_rollouts(
             buffer,
             LeaseStore(store_path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
             RunStore(store_path),
-            SessionClient(serving.gateway.url, env_key=serving.env_key),
+            SessionClient(gateway_url, env_key=serving.env_key),
             timeout_s=config.gateway.session.lease_timeout_s,
         )
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
         external_dispatcher=external_dispatcher,
-        gateway_url=serving.gateway.url,
+        gateway_url=gateway_url,
+        next_node=worker_nodes.next_node if worker_nodes else lambda: None,
         env_key=serving.env_key,
         model=serving.settings.model_name,
         read_fleet=lambda: structs.replace(

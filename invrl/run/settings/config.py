@@ -134,6 +134,12 @@ class Config(Section):
         return None if self.run.placement is None else self.run.placement.trainer
 
     @property
+    def worker_nodes(self) -> str | None:
+        """The same for the rollout workers."""
+        placement = self.run.placement
+        return None if placement is None else placement.rollout_workers
+
+    @property
     def engines_here(self) -> int:
         """Number of engines that start on the driver's node."""
         if self.trains_alone or self.engine_nodes:

@@ -138,6 +138,7 @@ _MAY_CHANGE = frozenset(
         "engine.external_engines",
         "placement.engines",
         "placement.trainer",
+        "placement.rollout_workers",
         "failures.max_identical",
         "failures.max_at_start",
         "buffer.max_filtered_batches",

@@ -13,6 +13,8 @@ from invrl.weights.config import CollectiveWeights, FileWeights
 if TYPE_CHECKING:
     from invrl.run.settings.config import Config
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 def placement(config: Config) -> Contradictions:
     """Roles that the run does not have, and weights that stay on one machine."""
@@ -33,6 +35,16 @@ def placement(config: Config) -> Contradictions:
                 "with debug_rollout_only there is no trainer",
                 fix,
             )
+    if config.worker_nodes:
+        if config.trains_alone:
+            fix = "leave it out"
+            yield "placement.rollout_workers", "the run starts only a trainer", fix
+        if config.gateway.host in _LOOPBACK:
+            reason = (
+                "rollout workers on other nodes do not reach an address of loopback"
+            )
+            fix = "add --gateway.host 0.0.0.0, or this machine's address"
+            yield "gateway.host", reason, fix
 
 
 def _placed(field: str, config: Config) -> Contradictions:

@@ -108,6 +108,10 @@ class PlacementConfig(Section):
         None,
         description="nodes of the trainer's ranks, in the same way; they and the driver share the run folder",
     )
+    rollout_workers: Text | None = Field(
+        None,
+        description="nodes of the rollout workers, in the same way; they reach the gateway at gateway.host",
+    )
 
 
 class RunConfig(Section):
