@@ -46,7 +46,9 @@ def broadcast_on_gpu(config: Config, plan: GpuPlan | None) -> bool:
     two of its processes on the same one. The GPU of an engine on another machine is
     unknown."""
     is_broadcast = isinstance(config.weights, CollectiveWeights)
-    engines_elsewhere = config.engine.external_engines or config.run.placement
-    if not is_broadcast or plan is None or engines_elsewhere:
+    elsewhere = (
+        config.engine.external_engines or config.engine_nodes or config.rank_nodes
+    )
+    if not is_broadcast or plan is None or elsewhere:
         return False
     return not plan.shares
