@@ -56,7 +56,7 @@ def plan_run(config: Config, num_gpus: int) -> GpuPlan | None:
     return _plan(
         config,
         num_gpus,
-        num_ranks=_ranks_here(config),
+        num_ranks=0 if config.run.debug_rollout_only else _ranks_here(config),
         num_engines=config.engines_here,
     )
 
@@ -73,9 +73,7 @@ def plan_trainer(config: Config, num_gpus: int) -> GpuPlan | None:
 
 def _ranks_here(config: Config) -> int:
     """Return the number of trainer ranks on the driver's node."""
-    if config.run.debug_rollout_only or config.rank_nodes:
-        return 0
-    return config.num_ranks
+    return 0 if config.rank_nodes else config.num_ranks
 
 
 def _plan(
