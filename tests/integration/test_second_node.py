@@ -161,7 +161,8 @@ def engine_of(node: psutil.Process) -> list[psutil.Process]:
     processes: list[psutil.Process] = []
     for process in node.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "sglang" in " ".join([process.name(), *process.cmdline()]):
+            is_named = process.name().startswith("sglang::")
+            if is_named or any("launch_sglang" in word for word in process.cmdline()):
                 processes.append(process)
     return processes
 

@@ -90,7 +90,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 def engine(*hosts: EngineHost | None, timeout_s: float = 30.0) -> HostedEngine:
     start = EngineStart(
         name="engine-0",
-        config=EngineConfig(start_timeout_s=timeout_s),
+        config=EngineConfig.model_validate({"start_timeout_s": timeout_s}),
         model_path=Path("model"),
         run_folder=Path("run"),
         passthrough=(),

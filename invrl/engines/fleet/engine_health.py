@@ -32,9 +32,16 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -142,7 +149,7 @@ async def engine_death(
     *,
     timeout_s: float,
     interval_s: float,
-    elsewhere: Callable[[], Awaitable[None]] | None = None,
+    elsewhere: Callable[[], Coroutine[Any, Any, None]] | None = None,
     clock: Clock | None = None,
 ) -> str:
     """Wait until this engine is dead, and return the reason. `processes` are those that
