@@ -97,6 +97,10 @@ class FakeServer:
 class FakeClient:
     def __init__(self, *_: object, **__: object) -> None:
         self.is_silent = False
+        self.api_key = ""
+
+    def reach(self, base_url: str, *, api_key: str, admin_key: str) -> None:
+        self.api_key = api_key
 
     async def answers(self, *, deadline_s: float) -> bool:
         return not self.is_silent

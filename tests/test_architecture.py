@@ -101,6 +101,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "run": (
         "checkpoints",
         "settings",
+        "hosts",
         "processes",
         "loop",
         "plan",

@@ -107,6 +107,7 @@ _EVAL = CommandSettings(
         "workers": _all_keys("workers"),
         "eval": _all_keys("eval") - {"interval", "engines"},
         "engine": _all_keys("engine"),
+        "placement": frozenset({"", "engines", "rollout_workers"}),
         "gateway": _all_keys("gateway"),
         "gate": _all_keys("gate"),
         "session": _all_keys("session") - _TRAINING_SESSIONS,

@@ -5,6 +5,7 @@ before it:
 
     checkpoints/    what is saved and when, and where a run that resumes begins
     settings/       all settings, their contradictions, the folder of a run
+    hosts/          the nodes of a Ray cluster that a run uses
     processes/      the processes in the order in which they start, and what is measured
                     of them; the supervisor above the drivers
     loop/           each step of the loop, weight updates, held-out evaluations

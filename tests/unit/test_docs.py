@@ -51,6 +51,7 @@ OTHER_PROGRAM = "<!-- other program -->"
 """Stands before a TOML block that is not a configuration of ours."""
 CONFIG_COMMANDS = ("train", "serve", "eval", "doctor", "show-config")
 OTHER_PROGRAMS = (
+    "ray",
     "cd",
     "curl",
     "export",

@@ -116,12 +116,13 @@ def test_a_start_that_fails_on_an_overloaded_machine_says_so(
         ray_session._init_ray()
 
 
-def test_a_ray_of_several_nodes_is_refused() -> None:
+def test_a_client_of_a_ray_of_several_nodes_is_refused() -> None:
     living = {"Alive": True}
     dead = {"Alive": False}
-    ray_session.refuse_several_nodes("10.0.0.1:6379", [living, dead])
+    ray_session.refuse_remote_driver("10.0.0.1:6379", [living, dead, living])
+    ray_session.refuse_remote_driver("ray://10.0.0.1:10001", [living, dead])
     with pytest.raises(ConfigError, match="this Ray has 2 nodes") as refusal:
-        ray_session.refuse_several_nodes("10.0.0.1:6379", [living, dead, living])
+        ray_session.refuse_remote_driver("ray://10.0.0.1:10001", [living, living])
     assert refusal.value.field == "RAY_ADDRESS"
 
 

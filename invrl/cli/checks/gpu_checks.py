@@ -126,7 +126,7 @@ def _use_by_others(cards: Mapping[int, Gpu]) -> str:
 
 def check_nvcc(config: Config, machine: Machine) -> str:
     """Check that SGLang can compile the kernels that it builds on their first use."""
-    if not machine.gpus or machine.cuda is None or not config.engine.num_engines:
+    if not machine.gpus or machine.cuda is None or not config.engines_here:
         return _NO_GPU
     if machine.cuda.nvcc is None:
         reason = (

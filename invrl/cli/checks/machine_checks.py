@@ -290,7 +290,7 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     pass through memory once. Checkpoints are copied into it, and the optimizer's state
     is there always (`--optimizer-cpu-offload`) or while engines use the GPUs."""
     weights = _weight_bytes(config)
-    engines = 0 if config.trains_alone else config.engine.num_engines
+    engines = config.engines_here
     layout = config.train.layout
     budget = _trainer_memory(config, machine)
     copies = budget.copy_bytes if budget else 0.0

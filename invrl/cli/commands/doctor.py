@@ -15,6 +15,7 @@ from pathlib import Path
 from invrl.cli.checks import machine
 from invrl.cli.checks.check_warnings import CheckWarning, LikelyFailure
 from invrl.cli.checks.checklist import Check, fitted, select_checks
+from invrl.cli.checks.cluster_table import print_cluster
 from invrl.cli.checks.machine import Machine
 from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
@@ -50,13 +51,20 @@ class Finding:
 
 
 def doctor(arguments: Sequence[str]) -> None:
-    """usage: invrl doctor [--json] [flags of `invrl train`]
+    """usage: invrl doctor [--json | --cluster] [flags of `invrl train`]
 
     Prints one line per check, with the fix of what failed. Exit code 1 if any did.
     --json prints a list of {check, status, value, reason, fix}.
+    --cluster asks every node of the Ray that RAY_ADDRESS names, and prints a table:
+    versions, model, run folder, clock, ports, and what keeps the run from using it.
 
     example:
       invrl doctor --config quickstart --model-path MODEL"""
+    if "--cluster" in arguments:
+        flags = [argument for argument in arguments if argument != "--cluster"]
+        if not print_cluster(flags):
+            raise CommandFailed(FAILURE_EXIT)
+        return
     as_json = "--json" in arguments
     flags = [argument for argument in arguments if argument != "--json"]
     findings = diagnose(flags, machine.inspect_machine())

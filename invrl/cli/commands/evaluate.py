@@ -77,7 +77,8 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     with the cause of a failure."""
     from invrl.engines.launch.engine_server import count_gpus
     from invrl.rollout.dispatch.dispatcher import first_to_fail
-    from invrl.run.processes.cluster import all_started, create_rollouts
+    from invrl.run.hosts.placement import engine_pool
+    from invrl.run.processes.cluster import all_started, create_rollouts, join_ray
     from invrl.run.processes.gpu_plan import plan_engines
     from invrl.run.processes.ray_session import start_ray
     from invrl.run.processes.serving import start_serving
@@ -96,17 +97,20 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     for sentence in guess_notes(config.rollout):
         note(f"note: {sentence}")
     keep_tokenizer(config, folder)
+    starting = StartingParts()
     async with interrupts.CleanUp() as stack:
         stack.enter_context(incidents_shown(note))
         await stack.enter_async_context(in_background(watch_disks(folder.path)))
+        placement = await join_ray(config, folder, starting, stack)
+        hosts = engine_pool(config, placement)
         serving = await stack.enter_async_context(
-            start_serving(config, folder, gpus=gpus)
+            start_serving(config, folder, gpus=gpus, hosts=hosts)
         )
-        starting = StartingParts()
         with print_waits(starting.awaited):
-            with starting.part("Ray"):
-                stack.enter_context(start_ray(config, folder.ray_logs_path))
-            rollouts = create_rollouts(config, folder, serving)
+            if placement is None:
+                with starting.part("Ray"):
+                    stack.enter_context(start_ray(config, folder.ray_logs_path))
+            rollouts = create_rollouts(config, folder, serving, placement=placement)
             stack.push_async_callback(rollouts.stop)
             await all_started(
                 starting.wait_until_up("rollout workers", rollouts.start()),

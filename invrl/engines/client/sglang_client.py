@@ -186,6 +186,16 @@ class SglangClient:
     async def close(self) -> None:
         self._http.close()
 
+    def reach(self, base_url: str, *, api_key: str, admin_key: str) -> None:
+        """Use this address and these keys from now on: those of some engines are known
+        only once they are up."""
+        if base_url != self.base_url:
+            self._http.close()
+            self.base_url = base_url
+            self._http = HttpConnections(base_url, idle_s=_IDLE_CONNECTION_S)
+        self.api_key = api_key
+        self._admin_key = admin_key
+
     # ----------------------------------------------------------------- generation
 
     async def stream(

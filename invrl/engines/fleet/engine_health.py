@@ -32,9 +32,16 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -142,11 +149,12 @@ async def engine_death(
     *,
     timeout_s: float,
     interval_s: float,
+    elsewhere: Callable[[], Coroutine[Any, Any, None]] | None = None,
     clock: Clock | None = None,
 ) -> str:
     """Wait until this engine is dead, and return the reason. `processes` are those that
-    it cannot run without; None if they are not visible to us: then only its silence
-    tells."""
+    it cannot run without; None if they are not visible to us: then its silence tells,
+    and `elsewhere`, if there is one, returns once it has ended on another node."""
     clock = clock or Clock()
     seen = processes or ()
     names = [_name(process) for process in seen]
@@ -177,6 +185,8 @@ async def engine_death(
     if processes is not None:
         ended = until_ended(processes, interval_s=interval_s, clock=clock)
         causes["a process of it has ended"] = ended
+    if elsewhere is not None:
+        causes["it has ended on its node, or the node has"] = elsewhere()
     return await _first_cause(causes, seen, names)
 
 

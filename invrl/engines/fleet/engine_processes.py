@@ -58,8 +58,11 @@ class EngineProcesses:
             except BaseException:
                 await self.end(engine)
                 raise
-        # that of an external engine is known now
-        engine.client.api_key = engine.server.api_key
+        engine.client.reach(
+            engine.server.url,
+            api_key=engine.server.api_key,
+            admin_key=engine.server.admin_key,
+        )
         return engine
 
     async def end(self, engine: Engine) -> None:

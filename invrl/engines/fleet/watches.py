@@ -9,6 +9,7 @@ from typing import Any
 
 from invrl.engines.fleet.engine_health import engine_death
 from invrl.engines.launch.engine_launcher import Engine
+from invrl.engines.launch.hosted_engine import HostedEngine
 from invrl.errors import InvrlError, ServerError
 
 
@@ -45,12 +46,14 @@ class Watches:
 
     def death(self, engine: Engine) -> Awaitable[str]:
         """Wait until the engine is dead. Returns the reason."""
+        server = engine.server
         return engine_death(
-            engine.server.processes(),
+            server.processes(),
             engine.client,
             engine.receiver,
             timeout_s=self._timeout_s,
             interval_s=self._interval_s,
+            elsewhere=server.until_ended if isinstance(server, HostedEngine) else None,
         )
 
     async def while_alive(self, engine: Engine, work: Awaitable[None]) -> None:

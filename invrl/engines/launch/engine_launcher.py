@@ -1,5 +1,6 @@
-"""The start of one engine of a fleet: its process, or the address of one that others
-start, the client with its keys, and its receiver of weights."""
+"""The start of one engine of a fleet: its process here, its agent on another node, or
+the address of one that others start; the client with its keys, and its receiver of
+weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from invrl.engines.client.weight_receiver import EngineReceiver
 from invrl.engines.client.weight_receivers import RECEIVERS
 from invrl.engines.config import EngineConfig
 from invrl.engines.inside_sglang.engine_traces import FLAG
+from invrl.engines.launch.engine_agent_actor import EngineStart
+from invrl.engines.launch.engine_hosts import EngineHosts
 from invrl.engines.launch.engine_server import (
     ENGINE_MODULE,
     EngineServer,
@@ -18,6 +21,7 @@ from invrl.engines.launch.engine_server import (
     max_total_tokens,
 )
 from invrl.engines.launch.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.launch.hosted_engine import HostedEngine
 from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.engines.launch.sglang_args import flags_of_run
 from invrl.host.output.log_lines import LogSettings
@@ -27,10 +31,10 @@ from invrl.weights.config import AnyWeights, ArenaWeights
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process or address, its client with the keys, and
-    its receiver."""
+    """One engine of the fleet: its process, agent or address, its client with the keys,
+    and its receiver."""
 
-    server: EngineServer | ExternalEngine
+    server: EngineServer | ExternalEngine | HostedEngine
     client: SglangClient
     receiver: EngineReceiver
 
@@ -58,6 +62,8 @@ class EngineOptions(TypedDict, total=False):
     """Sample requests with a larger priority first."""
     gpus: Sequence[Sequence[int]]
     """GPUs of each engine that starts here; empty: engines are on the CPU."""
+    hosts: EngineHosts | None
+    """Other nodes, on which the fleet's own engines start; None: they start here."""
     parent: ForkParent | None
     """The process that forks the engines, and is its owner's to stop; None for one of
     the fleet's own, where engines can be forked."""
@@ -84,6 +90,7 @@ class EngineLauncher:
         self._weights = weights
         self._external_key = options.get("external_key", "")
         self._log = options.get("log")
+        self._hosts = options.get("hosts")
         self._gpus: dict[str, Sequence[int]] = {}
         gpus = options.get("gpus", ())
         if gpus:
@@ -120,7 +127,9 @@ class EngineLauncher:
         """Return the process that forks the engines, or None: on a GPU
         (`host/processes/fork_parent.py`), or if spans are sent, whose exporter is
         chosen before SGLang is imported."""
-        if not self._config.num_engines or count_gpus() or FLAG in self.sglang_flags:
+        if not self._config.num_engines or self._hosts is not None:
+            return None
+        if count_gpus() or FLAG in self.sglang_flags:
             return None
         if given is not None:
             return given
@@ -135,14 +144,15 @@ class EngineLauncher:
 
     @property
     def _own_names(self) -> list[str]:
-        """Names of the engines that start here."""
+        """Names of the engines that the fleet starts."""
         return [f"engine-{index}" for index in range(self._config.num_engines)]
 
     def launch(self, name: str, *, api_key: str | None) -> Engine:
         """Start an engine's process, in this thread: the kernel ends it together with
-        the thread. The name of an external engine starts nothing. `api_key`: the one
-        that the engine must have; None: a random one."""
-        server: EngineServer | ExternalEngine
+        the thread. An engine on another node starts once it is waited for, and the name
+        of an external one starts nothing. `api_key`: the one that the engine must have;
+        None: a random one."""
+        server: EngineServer | ExternalEngine | HostedEngine
         if name in self.external_urls:
             server = ExternalEngine(
                 name,
@@ -152,6 +162,17 @@ class EngineLauncher:
                 total_tokens=max_total_tokens(self._config),
                 start_timeout_s=self._config.start_timeout_s,
             )
+        elif self._hosts is not None:
+            start = EngineStart(
+                name=name,
+                config=self._config,
+                model_path=self._model_path,
+                run_folder=self._run_folder,
+                passthrough=self.sglang_flags,
+                api_key=api_key,
+                log=self._log,
+            )
+            server = HostedEngine(start, self._hosts)
         else:
             server = EngineServer(
                 name,
@@ -173,7 +194,8 @@ class EngineLauncher:
         receiver = RECEIVERS[self._weights.transport](
             name, client, self._weights, num_ranks=self._config.tp_size
         )
-        receiver.replies_over_http = name in self.external_urls
+        is_elsewhere = name in self.external_urls or self._hosts is not None
+        receiver.replies_over_http = is_elsewhere
         return Engine(server=server, client=client, receiver=receiver)
 
     def _gpu_flags(self, name: str) -> list[str]:

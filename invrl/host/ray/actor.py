@@ -14,17 +14,26 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import (
+    ActorUnschedulableError,
     OutOfMemoryError,
     RayActorError,
     RayTaskError,
     TaskCancelledError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from invrl.errors import ActorDiedError, ActorSilentError
 from invrl.host.processes.awake_time import awake_wait
 from invrl.host.ray.actor_heartbeat import ActorHeartbeat, Pulse
 from invrl.host.ray.ray_memory import killed_for_memory
 
+_DEATHS = (
+    RayActorError,
+    ActorUnschedulableError,
+    OutOfMemoryError,
+    TaskCancelledError,
+)
+"""Ray's errors if an actor's process has ended, or never began: its node is gone."""
 _BEAT_GROUP = "beat"
 """Concurrency group in which a separate thread answers `beat`."""
 
@@ -49,6 +58,12 @@ class ActorOptions:
     max_concurrency: int = 1000
     """Concurrent calls; further calls wait in Ray's queue. The default is Ray's for
     async actors."""
+    node: str | None = None
+    """Ray's id of the node that the actor is on; None: the node of this process, which
+    has the run folder and the gateway."""
+    num_gpus: int | None = None
+    """GPUs that Ray gives the actor, which sees no others; None: it sees those that its
+    node's processes see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,7 @@ class ActorHandle(Generic[RoleT]):
             return reply.result()
         # In this order: an error raised in the actor is a RayTaskError and also has its
         # own class.
-        except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
+        except _DEATHS as error:
             # Code in the actor that cancels every task of its event loop cancels our
             # call too.
             reason = killed_for_memory(error, self.name)
@@ -111,6 +126,11 @@ class ActorHandle(Generic[RoleT]):
         ray.kill(self.ray_handle)
 
 
+def own_node() -> str:
+    """Return Ray's id of the node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
+
+
 def start_actor(
     name: str,
     role: Callable[Parameters, RoleT],
@@ -120,13 +140,16 @@ def start_actor(
 ) -> ActorHandle[RoleT]:
     """Start a process with an object of the class `role`, made there with these
     arguments. Returns immediately; an error of its constructor is raised by the first
-    call. Ray neither restarts the actor nor repeats a call."""
+    call. Ray neither restarts the actor nor repeats a call, nor chooses its node."""
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups={_BEAT_GROUP: 1})(role)
+    node = options.node or own_node()
     ray_handle = actor_class.options(
         max_concurrency=options.max_concurrency,
         max_restarts=0,
         max_task_retries=0,
         num_cpus=0,
+        num_gpus=options.num_gpus,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     ).remote(*args, **kwargs)
     return ActorHandle(name, ray_handle)

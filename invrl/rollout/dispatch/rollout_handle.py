@@ -8,7 +8,6 @@ under `guard`, so that a failure of the rollout half ends the run with its own c
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +36,8 @@ class RolloutHandle:
     workers; None: Ray keeps it. `log` sets what they log; None: user code does.
     `read_fleet` returns the newest load of the engines, for a concurrency that follows
     it. `max_hold_s`: longest time for which the gate holds a turn; None: there is no
-    gate."""
+    gate. `next_node` returns Ray's id of the node for a new worker; None: that of this
+    process."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class RolloutHandle:
         log: LogSettings | None = None,
         read_fleet: Callable[[], FleetSnapshot] = FleetSnapshot,
         max_hold_s: float | None = None,
+        next_node: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -69,13 +70,17 @@ class RolloutHandle:
             python_path=tuple(sys.path),
             log=log,
         )
-        make_worker = partial(
-            RayWorker,
-            settings,
-            concurrency=config.most_concurrency,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            logs=logs,
-        )
+
+        def make_worker(name: str) -> RayWorker:
+            return RayWorker(
+                settings,
+                name,
+                concurrency=config.most_concurrency,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                logs=logs,
+                node=next_node(),
+            )
+
         self._pool = WorkerPool(
             make_worker,
             self._sessions,

@@ -56,7 +56,9 @@ class RayWorker:
         concurrency: int,
         heartbeat_timeout_s: float = 30.0,
         logs: Path | None = None,
+        node: str | None = None,
     ) -> None:
+        """`node`: Ray's id of the worker's node; None: that of this process."""
         self.name = name
         self._log: Path | None = None
         if logs is not None:
@@ -66,7 +68,7 @@ class RayWorker:
         self._cause_of_death = ""
         # Calls must never wait in Ray's queue: that time would count against a
         # rollout's deadline.
-        options = ActorOptions(max_concurrency=2 * concurrency + 8)
+        options = ActorOptions(max_concurrency=2 * concurrency + 8, node=node)
         settings = replace(
             settings,
             process=name.replace(" ", "-"),

@@ -1,5 +1,6 @@
 """The processes of a run, in the order in which they start, and their end.
 
+    join_ray                  only with RAY_ADDRESS (`run/hosts/placement.py`)
     start_cluster             for `invrl train`
       start_serving           for `invrl serve` too (`run/processes/serving.py`)
         1. guardian           outlives a killed driver, and ends what is left
@@ -23,7 +24,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,8 @@ from invrl.rollout.dispatch.external_environments import ExternalDispatcher
 from invrl.rollout.dispatch.rollout_handle import RolloutHandle
 from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
+from invrl.run.hosts.cluster_check import check_cluster
+from invrl.run.hosts.placement import LOOPBACK, Placement, WorkerNodes, engine_pool
 from invrl.run.processes.gpu_plan import (
     GpuPlan,
     plan_run,
@@ -116,6 +119,7 @@ async def start_cluster(
     gpus = plan_run(config, count_gpus())
     config = with_divided_memory(config, gpus, gpu_bytes=smallest_gpu_bytes())
     async with CleanUp() as stack:
+        placement = await join_ray(config, folder, starting, stack)
         serving = await stack.enter_async_context(
             start_serving(
                 config,
@@ -123,19 +127,21 @@ async def start_cluster(
                 longest_row=config.train.max_sample_tokens,
                 engines_may_start=trainer_sleeps,
                 gpus=gpus,
+                hosts=engine_pool(config, placement),
                 adapter=served_adapter(config),
             )
         )
         with print_waits(starting.awaited):
-            with starting.part("Ray"):
-                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            if placement is None:
+                with starting.part("Ray"):
+                    stack.enter_context(start_ray(config, folder.ray_logs_path))
             trainer = None
             if not config.run.debug_rollout_only:
                 weight_folder = _weight_folder(config, folder)
                 stack.callback(shutil.rmtree, weight_folder, ignore_errors=True)
-                trainer = _create_trainer(config, folder, gpus)
+                trainer = _create_trainer(config, folder, gpus, placement)
             buffer = _create_buffer(config, folder)
-            rollouts = create_rollouts(config, folder, serving, buffer)
+            rollouts = create_rollouts(config, folder, serving, buffer, placement)
             stack.push_async_callback(rollouts.stop)
             starts = [
                 starting.wait_until_up("engines", serving.wait_ready()),
@@ -168,16 +174,31 @@ async def start_trainer(
     """Start only the trainer, and end it on exit. SGLang need not be installed.
     `starting` records that it is not up yet."""
     starting = starting or StartingParts()
-    with ExitStack() as stack:
+    async with CleanUp() as stack:
         start_guardian()
+        placement = await join_ray(config, folder, starting, stack)
         with print_waits(starting.awaited):
-            with starting.part("Ray"):
-                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            if placement is None:
+                with starting.part("Ray"):
+                    stack.enter_context(start_ray(config, folder.ray_logs_path))
             gpus = plan_trainer(config, count_gpus())
-            trainer = _create_trainer(config, folder, gpus)
+            trainer = _create_trainer(config, folder, gpus, placement)
             stack.callback(trainer.stop)
             await starting.wait_until_up("trainer", trainer.start())
         yield trainer
+
+
+async def join_ray(
+    config: Config, folder: RunFolder, starting: StartingParts, stack: AsyncExitStack
+) -> Placement | None:
+    """Join the Ray that RAY_ADDRESS names, until `stack` ends, and check the nodes that
+    the run uses, before anything else starts. None: there is none, and the run's own
+    Ray starts beside its other processes. Raises ConfigError."""
+    if os.environ.get("RAY_ADDRESS"):
+        with print_waits(starting.awaited), starting.part("Ray"):
+            stack.enter_context(start_ray(config, folder.ray_logs_path))
+            return await check_cluster(config, folder.path)
+    return await check_cluster(config, folder.path)
 
 
 async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> None:
@@ -210,27 +231,41 @@ def _weight_folder(config: Config, folder: RunFolder) -> Path:
 
 
 def _create_trainer(
-    config: Config, folder: RunFolder, gpus: GpuPlan | None
+    config: Config,
+    folder: RunFolder,
+    gpus: GpuPlan | None,
+    placement: Placement | None,
 ) -> TrainHandle:
-    """Create one actor per rank, each on its GPU of the plan; `TrainHandle.start` makes
-    them join."""
-    options = ActorOptions()
+    """Create one actor per rank, each on its GPU of the plan, or on its node;
+    `TrainHandle.start` makes them join."""
     layout = config.train.layout
+    options = _rank_options(config, placement)
     visible: list[str | None] = [None] * config.num_ranks
-    if gpus is not None:
+    if gpus is not None and gpus.ranks:
         visible = [visible_name(number, os.environ) for number in gpus.ranks]
+
+    def settings_of(layout: ParallelLayout, first: int) -> list[RankSettings]:
+        address = LOOPBACK if placement is None else placement.rank_address(first)
+        return _rank_settings(
+            config, folder, layout, visible[first:], gpus=gpus, address=address
+        )
+
     actors = [
-        start_actor(f"trainer rank {settings.rank}", TrainActor, options, settings)
-        for settings in _rank_settings(config, folder, layout, visible, gpus)
+        start_actor(f"trainer rank {rank.rank}", TrainActor, options[rank.rank], rank)
+        for rank in settings_of(layout, 0)
     ]
     critic = None
     critic_layout = config.critic_layout
     if critic_layout is not None:
+        first = layout.world_size
         critic_actors = [
-            start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
-            for settings in _rank_settings(
-                config, folder, critic_layout, visible[layout.world_size :], gpus
+            start_actor(
+                f"critic rank {rank.rank}",
+                CriticActor,
+                options[first + rank.rank],
+                rank,
             )
+            for rank in settings_of(critic_layout, first)
         ]
         critic = RankGroup(actors=critic_actors, layout=critic_layout)
     add_samples = None
@@ -251,19 +286,32 @@ def _create_trainer(
     )
 
 
+def _rank_options(config: Config, placement: Placement | None) -> list[ActorOptions]:
+    """Return the node of each rank, the policy's before the critic's. On other nodes
+    Ray gives each its GPU."""
+    if placement is None or placement.ranks is None:
+        return [ActorOptions()] * config.num_ranks
+    return [
+        ActorOptions(node=node.id, num_gpus=1 if node.gpus else None)
+        for node in placement.ranks
+    ]
+
+
 def _rank_settings(
     config: Config,
     folder: RunFolder,
     layout: ParallelLayout,
     visible: Sequence[str | None],
+    *,
     gpus: GpuPlan | None,
+    address: str,
 ) -> list[RankSettings]:
     """Return the settings of one group's ranks, in their order. `visible` begins with
-    what CUDA_VISIBLE_DEVICES shows each of them."""
+    what CUDA_VISIBLE_DEVICES shows each of them. `address`: where they meet."""
     first = RankSettings(
         rank=0,
         layout=layout,
-        master_addr="127.0.0.1",  # all ranks are on this machine so far
+        master_addr=address,
         store_key=random_key(),
         model_path=str(config.model.folder),
         reference_path=str(config.model.reference_folder),
@@ -317,10 +365,16 @@ def create_rollouts(
     folder: RunFolder,
     serving: Serving,
     buffer: BufferHandle | None = None,
+    placement: Placement | None = None,
 ) -> RolloutHandle:
     """Create the rollout workers and the dispatcher. Without a buffer they only
     evaluate."""
     gate = config.gateway.gate
+    gateway_url = serving.gateway.url
+    worker_nodes = None
+    if placement is not None and placement.worker_pool is not None:
+        gateway_url = serving.gateway.url_at(placement.driver.address)
+        worker_nodes = WorkerNodes(placement.worker_pool)
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)
@@ -328,14 +382,15 @@ def create_rollouts(
             buffer,
             LeaseStore(store_path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
             RunStore(store_path),
-            SessionClient(serving.gateway.url, env_key=serving.env_key),
+            SessionClient(gateway_url, env_key=serving.env_key),
             timeout_s=config.gateway.session.lease_timeout_s,
         )
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
         external_dispatcher=external_dispatcher,
-        gateway_url=serving.gateway.url,
+        gateway_url=gateway_url,
+        next_node=worker_nodes.next_node if worker_nodes else lambda: None,
         env_key=serving.env_key,
         model=serving.settings.model_name,
         read_fleet=lambda: structs.replace(

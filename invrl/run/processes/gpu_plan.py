@@ -56,20 +56,24 @@ def plan_run(config: Config, num_gpus: int) -> GpuPlan | None:
     return _plan(
         config,
         num_gpus,
-        num_ranks=0 if config.run.debug_rollout_only else config.num_ranks,
-        num_engines=0 if config.trains_alone else config.engine.num_engines,
+        num_ranks=0 if config.run.debug_rollout_only else _ranks_here(config),
+        num_engines=config.engines_here,
     )
 
 
 def plan_engines(config: Config, num_gpus: int) -> GpuPlan | None:
     """Plan engines without a trainer, as `plan_run` does."""
-    num_engines = config.engine.num_engines
-    return _plan(config, num_gpus, num_ranks=0, num_engines=num_engines)
+    return _plan(config, num_gpus, num_ranks=0, num_engines=config.engines_here)
 
 
 def plan_trainer(config: Config, num_gpus: int) -> GpuPlan | None:
     """Plan a trainer without engines, as `plan_run` does."""
-    return _plan(config, num_gpus, num_ranks=config.num_ranks, num_engines=0)
+    return _plan(config, num_gpus, num_ranks=_ranks_here(config), num_engines=0)
+
+
+def _ranks_here(config: Config) -> int:
+    """Return the number of trainer ranks on the driver's node."""
+    return 0 if config.rank_nodes else config.num_ranks
 
 
 def _plan(

@@ -45,8 +45,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
     at `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program
     left in a file is ignored. A local Ray that does not come up is started again, four
     times in all, or for ten minutes while the machine is overloaded. Raises
-    ServerError, and ConfigError for a Ray of several nodes; no process of Ray is left
-    then.
+    ServerError, and ConfigError for a client of a Ray of several nodes; no process of
+    Ray is left then.
 
     The command line's SIGTERM handler stays in place. Ray's C++ code replaces it, and
     Ray's own Python handler would end the process from within our event loop.
@@ -65,7 +65,7 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
             if ray_address:
                 _init_ray(runtime_env={"env_vars": worker_environment()})
                 stack.callback(_shut_ray_down)
-                refuse_several_nodes(ray_address, ray.nodes())
+                refuse_remote_driver(ray_address, ray.nodes())
             else:
                 # Processes of a local Ray inherit the environment. Setting it with
                 # Ray's runtime_env agent takes seconds.
@@ -170,14 +170,15 @@ def _raylet_is_alive() -> bool:
     return False
 
 
-def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if the cluster has more than one living node: Ray might put the
-    buffer on a node without the run folder, where it would wait forever on an empty
-    database that it made itself."""
+def refuse_remote_driver(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a driver that is a client of a cluster of several nodes: it
+    is on none of them, and its run folder, engines and gateway may be on none."""
     num_nodes = sum(bool(node["Alive"]) for node in nodes)
-    if num_nodes > 1:
-        reason = f"this Ray has {num_nodes} nodes, and the processes of a run must share one machine"
-        fix = "unset it, or name a Ray of one node; engines may be on other machines (`invrl engine`)"
+    if num_nodes > 1 and ray_address.startswith("ray://"):
+        reason = f"this Ray has {num_nodes} nodes, and a client is on none of them"
+        fix = (
+            "start the run on one of its nodes, with the address of its GCS: HOST:6379"
+        )
         raise ConfigError("RAY_ADDRESS", ray_address, reason, fix)
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 
 from invrl.engines.fleet.fleet import Fleet
+from invrl.engines.launch.engine_hosts import EngineHosts
 from invrl.engines.launch.engine_server import count_gpus
 from invrl.engines.launch.served_adapter import ServedAdapter
 from invrl.gateway.server.processes.gateway_server import GatewayServer
@@ -72,15 +73,17 @@ async def start_serving(
     longest_row: int | None = None,
     engines_may_start: asyncio.Event | None = None,
     gpus: GpuPlan | None = None,
+    hosts: EngineHosts | None = None,
     adapter: ServedAdapter | None = None,
 ) -> AsyncIterator[Serving]:
     """Start engines, router and gateway without waiting for them; end them on exit.
     `longest_row`: a request that would make a longer conversation is refused as
     exceeding the model's context. `engines_may_start`: engines start once it is set;
     None: immediately. `gpus`: the plan of a run that trains; None: the engines have all
-    GPUs. Raises ConfigError if there are too few. `adapter`: the one that the run's
-    trainer sends alone, or those that clients choose; None: engines serve whole
-    weights."""
+    GPUs. Raises ConfigError if there are too few. `hosts`: nodes of the Ray that this
+    process has joined, for the engines; None: they start here. `adapter`: the one that
+    the run's trainer sends alone, or those that clients choose; None: engines serve
+    whole weights."""
     gpus = gpus or plan_engines(config, count_gpus())
     env_key = take_environment_key()
     engine_key = take_engine_key()
@@ -103,6 +106,7 @@ async def start_serving(
             eval_engines=config.rollout.eval.engines or 0,
             by_priority=config.uses_priority_scheduling,
             gpus=gpus.engines if gpus else (),
+            hosts=hosts,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))

@@ -124,9 +124,8 @@ def _supervise(
 ) -> int:
     command = [sys.executable, "-m", "invrl.cli", inner, str(folder.path), *arguments]
     # whether the driver will fork engines (`engines/fleet/fleet.py`)
-    forks_engines = config.engine.num_engines > 0 and not (
+    forks_engines = config.engines_here > 0 and not (
         inner == REPLAY_COMMAND
-        or config.trains_alone
         or count_gpus()
         or traces_endpoint(config.run.log.otel_endpoint)
     )

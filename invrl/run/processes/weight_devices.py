@@ -43,8 +43,12 @@ def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
 
 def broadcast_on_gpu(config: Config, plan: GpuPlan | None) -> bool:
     """Whether the transport `collective` sends from GPU to GPU, by NCCL, which refuses
-    two of its processes on the same one. The GPU of an external engine is unknown."""
+    two of its processes on the same one. The GPU of an engine on another machine is
+    unknown."""
     is_broadcast = isinstance(config.weights, CollectiveWeights)
-    if not is_broadcast or plan is None or config.engine.external_engines:
+    elsewhere = (
+        config.engine.external_engines or config.engine_nodes or config.rank_nodes
+    )
+    if not is_broadcast or plan is None or elsewhere:
         return False
     return not plan.shares

@@ -123,6 +123,30 @@ class Config(Section):
         return self.train.num_ranks(self.algorithm.critic)
 
     @property
+    def engine_nodes(self) -> str | None:
+        """Label, name or address of the nodes that engines are placed on; None: they
+        start on the driver's node."""
+        return None if self.run.placement is None else self.run.placement.engines
+
+    @property
+    def rank_nodes(self) -> str | None:
+        """The same for the trainer's ranks."""
+        return None if self.run.placement is None else self.run.placement.trainer
+
+    @property
+    def worker_nodes(self) -> str | None:
+        """The same for the rollout workers."""
+        placement = self.run.placement
+        return None if placement is None else placement.rollout_workers
+
+    @property
+    def engines_here(self) -> int:
+        """Number of engines that start on the driver's node."""
+        if self.trains_alone or self.engine_nodes:
+            return 0
+        return self.engine.num_engines
+
+    @property
     def best_checkpoints_by(self) -> ScoreKind:
         """Metric that `checkpoints.keep_best_by` stands for in this run."""
         if self.trains_on_data:

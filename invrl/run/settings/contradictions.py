@@ -20,6 +20,7 @@ from invrl.run.settings.algorithm_contradictions import (
 )
 from invrl.run.settings.engine_contradictions import ENGINES, WEIGHTS
 from invrl.run.settings.lora_contradictions import adapter, sent_adapter, served_by_name
+from invrl.run.settings.placement_contradictions import placement
 from invrl.run.settings.trainer_contradictions import TRAINER
 from invrl.run.settings.value_suggestions import wrong_name
 from invrl.types.section import Section
@@ -441,6 +442,7 @@ _ON_DATA = (
     *ON_DATA,
     adapter,
     served_by_name,
+    placement,
     *TRAINER,
 )
 _WITH_ROLLOUTS = (
@@ -461,6 +463,7 @@ _WITH_ROLLOUTS = (
     *ENGINES,
     _deadlines,
     _determinism,
+    placement,
     *WEIGHTS,
 )
 

@@ -100,6 +100,24 @@ class MetricsConfig(Section):
     )
 
 
+class PlacementConfig(Section):
+    """Roles on other nodes of the Ray that RAY_ADDRESS names. A role that is left out
+    is on the driver's node, as is everything else."""
+
+    engines: Text | None = Field(
+        None,
+        description="nodes of the engines: a label (KEY=VALUE), a node's name or its address",
+    )
+    trainer: Text | None = Field(
+        None,
+        description="nodes of the trainer's ranks, in the same way; they and the driver share the run folder",
+    )
+    rollout_workers: Text | None = Field(
+        None,
+        description="nodes of the rollout workers, in the same way; they reach the gateway at gateway.host",
+    )
+
+
 class RunConfig(Section):
     """The run as a whole: its name, its length and its output."""
 
@@ -150,6 +168,9 @@ class RunConfig(Section):
     log: LogConfig = LogConfig.model_validate({})
     metrics: MetricsConfig = MetricsConfig.model_validate({})
     wandb: WandbConfig | None = Field(None, description="metrics at Weights & Biases")
+    placement: PlacementConfig | None = Field(
+        None, description="roles on other nodes of a Ray cluster"
+    )
 
     def log_settings(self, run: str) -> LogSettings:
         """Return the log settings of the processes of the run of this name."""

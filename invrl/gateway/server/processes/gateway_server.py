@@ -91,9 +91,14 @@ class GatewayServer:
     @property
     def url(self) -> str:
         """Address for processes of this machine. (Agents use `settings.url`.)"""
+        return self.url_at("127.0.0.1")
+
+    def url_at(self, address: str) -> str:
+        """Return the address for processes that reach this machine at `address`, which
+        counts where the gateway listens on every interface."""
         host = self._settings.host
         if host == "0.0.0.0":
-            host = "127.0.0.1"
+            host = address
         return f"http://{host}:{self._settings.port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
