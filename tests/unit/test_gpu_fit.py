@@ -99,9 +99,10 @@ def test_turns_that_the_user_refused_are_not_taken(model: Path) -> None:
         plan_run(config, 2)
     assert "--num-engines to 1" in caught.value.fix
     on_one = configured(model, "--no-colocate")
-    assert fitted(on_one, gpus=1, gpu_bytes=CARD_24) is on_one
+    card = 26_000_000_000  # holds a trainer or an engine
+    assert fitted(on_one, gpus=1, gpu_bytes=card) is on_one
     with pytest.raises(ConfigError, match="leave --no-colocate out"):
-        with_divided_memory(on_one, plan_run(on_one, 1), gpu_bytes=CARD_24)
+        with_divided_memory(on_one, plan_run(on_one, 1), gpu_bytes=card)
 
 
 def test_refused_turns_are_kept_in_the_run_folder(model: Path, tmp_path: Path) -> None:
