@@ -54,6 +54,19 @@ case "${INVRL_INSTALLER:-}" in
   *) die "INVRL_INSTALLER is '$INVRL_INSTALLER'; use pip or uv" ;;
 esac
 
+if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
+pins="invrl/requirements/constraints$suffix.txt"
+read -r download_gb disk_gb < <(sed -nE 's/^# Size: ([0-9.]+) GB to download, ([0-9.]+) GB on disk\..*/\1 \2/p' "$pins")
+size="about $download_gb GB to download, $disk_gb GB on disk"
+check_room() {  # pip and uv keep what they download in their caches too, maybe on another disk
+  local free_gb
+  free_gb="$("$python" -c 'import shutil, sys
+free_gb = shutil.disk_usage(sys.argv[1]).free / 1e9
+if free_gb < float(sys.argv[2]): print(f"{free_gb:.1f}")' "$ROOT" "$disk_gb")"
+  [ -z "$free_gb" ] \
+    || die "$free_gb GB are free on the disk of $ROOT; the packages need $size. Free some space and run this again"
+}
+
 started=$SECONDS
 broken=""
 made_for="$(sed -n 2p "$STAMP" 2>/dev/null || true)"
@@ -70,6 +83,7 @@ if [ -n "$broken" ]; then say "$VENV cannot be used ($broken): starting afresh";
 if [ -n "$broken" ] || [ ! -e "$VENV" ]; then
   say "making $VENV with $("$python" --version)"
   rm -rf "$VENV"
+  check_room
   mkdir "$VENV"
   touch "$MARKER"
   # A Linux distribution may ship Python without ensurepip; uv does not need it.
@@ -99,9 +113,8 @@ exec 8<> <(:)  # nobody ever writes here: `read` ends after its time, and unlike
 tell_time 9<&- &
 teller=$!
 trap 'kill "$teller" 2>/dev/null || true' EXIT
-if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
-say "installing for $device with ${uv:-pip} (a few minutes, about 3 GB on cpu)"
-install -c "invrl/requirements/constraints$suffix.txt" -e ".[$device,dev]"
+say "installing for $device with ${uv:-pip} (a few minutes; $size)"
+install -c "$pins" -e ".[$device,dev]"
 # sglang (on cpu) and megatron-core list packages that only CUDA machines can install.
 install --no-deps -r "invrl/requirements/nodeps$suffix.txt"
 

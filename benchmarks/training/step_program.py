@@ -9,6 +9,7 @@ more than one process.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -136,6 +137,7 @@ def start_rank(
         train=train,
         algorithm=algorithm,
         weight_dtype=train.train_dtype,
+        host_threads=len(os.sched_getaffinity(0)),
     )
     listener = listen(settings.master_addr)
     return TrainRank(settings, listener.getsockname()[1], listener)

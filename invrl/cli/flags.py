@@ -34,6 +34,7 @@ from invrl.run.settings.former_settings import former_fix
 from invrl.run.settings.name_suggestions import nearest_setting
 from invrl.types.section import (
     is_optional,
+    is_switch,
     present_type,
     section_fields,
     section_tables,
@@ -74,7 +75,7 @@ class SettingFlag:
 
     @property
     def is_switch(self) -> bool:
-        return self.field.annotation is bool
+        return is_switch(self.field)
 
     @property
     def is_table(self) -> bool:

@@ -12,11 +12,14 @@ dependencies; the extras `cpu` and `gpu` name the necessary ones.
 
 import importlib.metadata
 import importlib.util
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.engines.router import smg
@@ -26,6 +29,23 @@ PACKAGE = Path(__file__).parents[1]
 REQUIREMENTS = PACKAGE / "requirements"
 """Pinned versions, and the packages that are installed without their dependencies."""
 _INSTALL_SCRIPT = PACKAGE.parent / "launch" / "install.sh"
+
+
+_SUFFIX = {"cpu": "", "gpu": "-gpu"}
+_SIZE_LINE = re.compile(
+    r"^# Size: ([\d.]+) GB to download, ([\d.]+) GB on disk\.", re.M
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallSize:
+    """Size of all packages for a device, in GB, as the head of its pins says it."""
+
+    download_gb: float
+    disk_gb: float
+
+    def __str__(self) -> str:
+        return f"about {self.download_gb:g} GB to download, {self.disk_gb:g} GB on disk"
 
 
 def install_command(*, gpu: bool) -> str:
@@ -42,9 +62,32 @@ def install_command(*, gpu: bool) -> str:
 def install(device: str) -> None:
     """Run the installer for "cpu" or "gpu", with its output on the terminal.
 
-    Raises ConfigError if there is no installer, or with the command that failed.
+    Raises ConfigError if there is no installer or too little room on the disk, or with
+    the command that failed.
     """
-    _run(install_steps(device))
+    steps = install_steps(device)
+    size = install_size(device)
+    print(f"installing for {device}: {size}", flush=True)
+    if importlib.util.find_spec("torch") is None:  # else most of it is there
+        _check_room(Path(sysconfig.get_path("purelib")), size)
+    _run(steps)
+
+
+def install_size(device: str) -> InstallSize:
+    """Return the size of the packages for "cpu" or "gpu"."""
+    found = _SIZE_LINE.search(_pins(device).read_text(encoding="utf-8"))
+    assert found is not None, "a test reads them"
+    return InstallSize(download_gb=float(found[1]), disk_gb=float(found[2]))
+
+
+def _check_room(folder: Path, size: InstallSize) -> None:
+    """Raise ConfigError unless the packages fit on the disk of the folder. The
+    installer's cache may need as much again on another disk."""
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb < size.disk_gb:
+        reason = f"{free_gb:.1f} GB are free on its disk, and the packages need {size}"
+        fix = "free some space, or use an environment on another disk"
+        raise ConfigError("install", str(folder), reason, fix)
 
 
 def install_smg() -> None:
@@ -65,14 +108,16 @@ def _run(steps: Iterable[Sequence[str]]) -> None:
 def install_steps(device: str) -> list[list[str]]:
     """Return the installer's command lines, in order. Raises ConfigError if there is
     neither pip nor uv."""
-    suffix = {"cpu": "", "gpu": "-gpu"}[device]
-    pins = REQUIREMENTS / f"constraints{suffix}.txt"
-    without_dependencies = REQUIREMENTS / f"nodeps{suffix}.txt"
+    without_dependencies = REQUIREMENTS / f"nodeps{_SUFFIX[device]}.txt"
     installer = _installer()
     return [
-        [*installer, "-c", str(pins), f"invrl[{device}]"],
+        [*installer, "-c", str(_pins(device)), f"invrl[{device}]"],
         [*installer, "--no-deps", "-r", str(without_dependencies)],
     ]
+
+
+def _pins(device: str) -> Path:
+    return REQUIREMENTS / f"constraints{_SUFFIX[device]}.txt"
 
 
 def smg_steps() -> list[list[str]]:

@@ -149,13 +149,16 @@ def find_nvcc(environment: Mapping[str, str]) -> Path | None:
     return nvcc if os.access(nvcc, os.X_OK) else None
 
 
-def visible_name(number: int, environment: Mapping[str, str]) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows a process only the GPU that
-    this process has under `number`."""
+def own_gpu_first(number: int, num_gpus: int, environment: Mapping[str, str]) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that shows a process all `num_gpus` GPUs
+    of this process, and first the one that this process has under `number`. It is GPU 0
+    in every thread of that process, and the others can be opened by CUDA IPC."""
+    names = [str(gpu) for gpu in range(num_gpus)]
     setting = environment.get(VISIBLE_VARIABLE)
-    if setting is None:
-        return str(number)
-    return setting.split(",")[number].strip()
+    if setting is not None:
+        names = [name.strip() for name in setting.split(",")][:num_gpus]
+    own = names.pop(number)
+    return ",".join([own, *names])
 
 
 def cuda_in_text(version_module: str) -> CudaVersion | None:

@@ -49,9 +49,11 @@ class RankSettings:
     `master_addr` if the settings have none."""
     engine_ranks: int = 1
     """Processes of each engine that share its weights."""
-    visible_gpu: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES that shows this rank its own GPU and no other.
-    None: the rank is on the CPU, or its process is set up already."""
+    visible_gpus: str | None = None
+    """Value of CUDA_VISIBLE_DEVICES that shows this rank its own GPU first, and then the
+    others, which it opens by CUDA IPC. None: the rank is on the CPU, or its process is set up already."""
+    host_threads: int = 1
+    """Threads of a rank on a GPU for what it computes in main memory."""
     arena_on_gpu: bool = False
     """Whether the transport `arena` takes memory of this rank's GPU instead of the
     host."""

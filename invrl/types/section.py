@@ -52,13 +52,16 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_absence(cls, values: Any) -> Any:
-        """Read `false` as the absence of an optional setting."""
+        """Read `false` as the absence of an optional setting that is no switch."""
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields
         return {
             key: None
-            if value is False and key in fields and is_optional(fields[key])
+            if value is False
+            and key in fields
+            and is_optional(fields[key])
+            and not is_switch(fields[key])
             else value
             for key, value in values.items()
         }
@@ -76,6 +79,12 @@ def section_fields(section: type[Section]) -> dict[str, FieldInfo]:
 def is_optional(field: FieldInfo) -> bool:
     """Whether the setting, or the table, may be absent."""
     return NoneType in get_args(field.annotation)
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether the setting is a boolean. An absent one leaves the decision to the
+    run."""
+    return present_type(field) is bool
 
 
 def present_type(field: FieldInfo) -> Any:

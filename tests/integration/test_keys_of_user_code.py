@@ -52,7 +52,7 @@ def work():
     settings = WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=RolloutConfig())
     make = ray.remote(Looker).options(num_cpus=0)
     first, second = make.remote(settings), make.remote(settings)
-    of_rank = SimpleNamespace(visible_gpu=None)
+    of_rank = SimpleNamespace(visible_gpus=None)
     rank = start_actor("a rank", Rank, ActorOptions(), of_rank).ray_handle
     found = {"driver": look(), "worker": ray.get(first.look.remote(), timeout=200),
              "rank": ray.get(rank.look.remote(), timeout=200)}

@@ -180,6 +180,24 @@ def test_gpu_machine_installs_the_gpu_pins(project: Path) -> None:
     assert "nodeps-gpu.txt" in no_deps
 
 
+def test_size_is_said_and_a_disk_that_is_too_full_is_refused(project: Path) -> None:
+    pins = project / "invrl" / "requirements" / "constraints-gpu.txt"
+    text = pins.read_text()
+    size = re.search(r"^# Size: (.+) on disk\.", text, re.M)
+    assert size is not None
+    pins.write_text(text.replace(size[1], "4.5 GB to download, 9999999 GB"))
+    refused = install(project, INVRL_DEVICE="gpu")
+    assert refused.returncode == 1
+    said = r"[\d.]+ GB are free .* need about 4.5 GB to download, 9999999 GB on disk"
+    assert re.search(said, refused.stderr), refused.stderr
+    assert installs(project) == []
+    assert not (project / ".venv").exists()
+    pins.write_text(text)
+    done = install(project, INVRL_DEVICE="gpu")
+    assert done.returncode == 0, done.stderr
+    assert f"a few minutes; about {size[1]} on disk" in done.stdout
+
+
 def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
     process = install(project, PATH=bare(project))
     assert process.returncode == 1

@@ -7,10 +7,12 @@ import queue
 import weakref
 from collections.abc import Iterator, Mapping
 from threading import Thread
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from shared_gpu_memory import GPU, use_shared_memory
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.train.weights import arena_staging
@@ -23,9 +25,15 @@ from invrl.train.weights.arena_staging import (
 )
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.checksums.checksums import xxh3_checksums
+from invrl.weights.checksums.multilinear_checksum import whole_checksums
 from invrl.weights.tensors.tensor_slice import TensorPart
 from invrl.weights.tensors.tensor_spec import checksum, num_bytes
-from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.transports.arena import (
+    ArenaHandle,
+    ArenaWriter,
+    map_arena,
+    open_arena,
+)
 from invrl.weights.transports.slot_lease import SlotLease
 
 LAYOUT = (
@@ -108,6 +116,42 @@ def test_two_ranks_write_one_slot_and_divide_its_hashing(
     assert sorted(hashed["first"] + hashed["other"]) == sorted(model())
     with SlotLease(place.path, place.slot, writes=False):  # it was given back
         pass
+
+
+def test_two_ranks_write_one_arena_in_the_memory_of_the_first_ranks_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Wire(monkeypatch)
+    opened = use_shared_memory(monkeypatch)
+    waited: list[object] = []
+    monkeypatch.setattr(
+        arena_staging, "_wait_for_copies", lambda slot: waited.append(set(slot))
+    )
+    writer = ArenaWriter(LAYOUT, device=GPU)
+    other = Thread(
+        target=stage_other, args=(LAYOUT, parts_of(1), 0, writer.hash_tensors)
+    )
+    other.start()
+    staged = stage_first(writer, VERSION, LAYOUT, parts_of(0), [1])
+    other.join(30.0)
+    place = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    assert opened == [place.cuda]
+    assert waited == [set(model())] * 2
+    assert staged.checksums == whole_checksums(model())
+    slot = open_arena(place, LAYOUT)[place.slot]
+    assert all(torch.equal(slot[name], tensor) for name, tensor in model().items())
+
+
+def test_rank_waits_for_its_own_gpu_and_for_that_of_the_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu=None: waited.append(gpu))
+    on_another = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True)
+    on_host = SimpleNamespace(device=torch.device("cpu"), is_cuda=False)
+    arena_staging._wait_for_copies({"a": on_another, "b": on_another, "c": on_host})  # type: ignore[dict-item]
+    assert waited == [None, torch.device("cuda", 1)]
 
 
 def test_slot_with_an_unwritten_part_is_named_and_not_staged(

@@ -777,12 +777,6 @@ def test_unusable_metrics_address_is_refused(
             "add --weights.transport arena",
         ),
         (
-            ["--weights.arena-device", "cuda", "--tensor-model-parallel-size", "2"],
-            "weights.arena_device",
-            "sees its own GPU alone",
-            "do not divide the model",
-        ),
-        (
             ["--weights.arena-device", "cuda", "--weights.arena-mode", "alias"],
             "weights.arena_mode",
             "CUDA graphs",

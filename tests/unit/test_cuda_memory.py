@@ -24,19 +24,20 @@ from loader_engines import (
     receiver_of,
     sliced_values,
 )
+from shared_gpu_memory import GPU, use_shared_memory
 
 from invrl.engines.client.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
+from invrl.host.gpus import VISIBLE_VARIABLE, own_gpu_first
 from invrl.interfaces import StagedWeights
 from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.checksums.multilinear_checksum import whole_checksums
 from invrl.weights.config import ArenaWeights
-from invrl.weights.transports import arena, cuda_memory
+from invrl.weights.transports import cuda_memory
 from invrl.weights.transports.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.transports.cuda_memory import CudaHandle
 from invrl.weights.update.committed import load_verified
 
-GPU = torch.device("cuda", 0)
 UUIDS = ["GPU-11111111-0000", "22222222-0000"]
 
 
@@ -139,6 +140,30 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
     assert driver.opened == []  # closed where it was opened, not at the offset
 
 
+def test_rank_writes_into_the_arena_on_the_gpu_of_another_rank(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two ranks number two GPUs: each has its own as GPU 0."""
+    plans = [own_gpu_first(rank, 2, {VISIBLE_VARIABLE: "7,3"}) for rank in (0, 1)]
+    assert plans == ["7,3", "3,7"]
+    uuid_of = dict(zip(("7", "3"), UUIDS, strict=True))
+
+    def become(rank: int) -> None:
+        shown = [uuid_of[name] for name in plans[rank].split(",")]
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda index: types.SimpleNamespace(uuid=shown[index]),
+        )
+
+    become(0)
+    _, handle = cuda_memory.allocate(1000, GPU)
+    become(1)
+    opened = cuda_memory.open_memory(handle)
+    assert place_of(opened) == (4096, 1000, 1)
+    assert driver.opened == [(1, 4096)]
+
+
 def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +171,7 @@ def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
     elsewhere = msgspec.structs.replace(handle, device_uuid="33333333-0000")
     with pytest.raises(
         WeightSyncError,
-        match="on GPU 33333333-0000, and the engine sees 11111111-0000, 2",
+        match="on GPU 33333333-0000, and this process sees 11111111-0000, 2",
     ):
         cuda_memory.open_memory(elsewhere)
     with pytest.raises(WeightSyncError, match="has 64 bytes, this one 3"):
@@ -172,28 +197,7 @@ def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
 
 @pytest.fixture
 def shared_memory_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated on a GPU is shared memory, whose path is the handle."""
-
-    def allocate(
-        num_bytes: int, device: torch.device
-    ) -> tuple[torch.Tensor, CudaHandle]:
-        assert device == GPU
-        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('invrl-test')}"
-        handle = CudaHandle(
-            device_uuid="x", num_bytes=num_bytes, offset=0, ipc_handle=path.encode()
-        )
-        return torch.from_file(
-            path, shared=True, size=num_bytes, dtype=torch.uint8
-        ), handle
-
-    def open_memory(handle: CudaHandle) -> torch.Tensor:
-        path = handle.ipc_handle.decode()
-        return torch.from_file(
-            path, shared=True, size=handle.num_bytes, dtype=torch.uint8
-        )
-
-    monkeypatch.setattr(arena, "allocate", allocate)
-    monkeypatch.setattr(arena, "open_memory", open_memory)
+    use_shared_memory(monkeypatch)
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:

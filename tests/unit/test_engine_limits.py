@@ -19,19 +19,20 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_rank_of_a_cpu_engine_has_a_core(
+def test_ranks_of_cpu_engines_take_the_cores_in_turn(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_server.os, "sched_getaffinity", lambda _: {3, 5})
     several = EngineConfig(tp_size=3)
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
-    for gpus, expected in (
-        (0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}),
-        (1, no_queue),
+    for gpus, index, expected in (
+        (0, 0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}),
+        (0, 1, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "5|3|5"}),
+        (1, 1, no_queue),
     ):
         monkeypatch.setattr(engine_server, "count_gpus", lambda gpus=gpus: gpus)
-        assert engine_server._ranks_environment(several) == expected
-        assert engine_server._ranks_environment(EngineConfig()) == {}
+        assert engine_server._ranks_environment(several, index) == expected
+        assert engine_server._ranks_environment(EngineConfig(), index) == {}
         command = engine_server._command(several, model, 1)
         assert command[command.index("--tp-size") + 1] == "3"
         assert "--tp-size" not in engine_server._command(EngineConfig(), model, 1)

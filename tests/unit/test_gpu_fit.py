@@ -13,6 +13,7 @@ from invrl.run.processes.gpu_fit import fitted_to_gpus
 from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.processes.trainer_memory import trainer_memory, with_divided_memory
 from invrl.run.settings.config import Config, resolve
+from invrl.run.settings.resolved_config import load_resolved, write_resolved
 
 CARD_24 = 24_000_000_000
 CARD_80 = 80_000_000_000
@@ -87,8 +88,27 @@ def test_trainer_and_engine_take_turns_on_a_gpu_that_does_not_hold_both(
         with_divided_memory(config, plan_run(config, 1), gpu_bytes=CARD_80)
     turns = fitted(config, gpus=1)
     assert turns.run.colocate
-    without_turns = turns.run.model_copy(update={"colocate": False})
+    without_turns = turns.run.model_copy(update={"colocate": None})
     assert config.run == without_turns
+
+
+def test_turns_that_the_user_refused_are_not_taken(model: Path) -> None:
+    config = configured(model, "--num-engines", "2", "--no-colocate")
+    assert fitted(config, gpus=2) is config
+    with pytest.raises(ConfigError, match="leave --no-colocate out") as caught:
+        plan_run(config, 2)
+    assert "--num-engines to 1" in caught.value.fix
+    on_one = configured(model, "--no-colocate")
+    card = 26_000_000_000  # holds a trainer or an engine
+    assert fitted(on_one, gpus=1, gpu_bytes=card) is on_one
+    with pytest.raises(ConfigError, match="leave --no-colocate out"):
+        with_divided_memory(on_one, plan_run(on_one, 1), gpu_bytes=card)
+
+
+def test_refused_turns_are_kept_in_the_run_folder(model: Path, tmp_path: Path) -> None:
+    for flags, expected in (((), None), (("--no-colocate",), False)):
+        write_resolved(tmp_path / "config", configured(model, *flags))
+        assert load_resolved(tmp_path / "config").run.colocate is expected
 
 
 @pytest.mark.parametrize(

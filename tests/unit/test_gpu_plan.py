@@ -124,6 +124,19 @@ def test_refusal_names_the_users_choice_of_gpus(
     assert "CUDA_VISIBLE_DEVICES=2,3 shows no more" in error.reason
 
 
+@pytest.mark.parametrize(
+    ("cores", "of_a_rank"), [(64, 15), (16, 3), (11, 1), (2, 1)], ids=str
+)
+def test_ranks_share_the_cores_that_engines_leave(cores: int, of_a_rank: int) -> None:
+    flags = ("--advantage", "gae", "--critic.data-parallel-size", "2")
+    engines = ("--num-engines", "2", "--engine.tp-size", "2")
+    policy = ("--data-parallel-size", "2")
+    plan = plan_run(configured(*flags, *engines, *policy), 8)
+    assert plan is not None
+    assert plan.cores_per_rank(cores) == of_a_rank
+    assert cores < 8 or 4 * of_a_rank + 4 <= cores
+
+
 def test_plan_is_printed_in_one_line() -> None:
     flags = ("--data-parallel-size", "2", "--engine.tp-size", "2")
     plan = plan_run(configured(*flags), 4)

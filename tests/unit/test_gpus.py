@@ -15,8 +15,8 @@ from invrl.host.gpus import (
     cuda_in_text,
     described_gpus,
     find_nvcc,
+    own_gpu_first,
     visible_gpus,
-    visible_name,
 )
 
 H100 = Gpu(memory_bytes=80 * 10**9, uuid="GPU-a", name="NVIDIA H100")
@@ -61,19 +61,20 @@ def test_memory_that_the_driver_does_not_say_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "number", "name"),
+    ("setting", "number", "names"),
     [
-        (None, 3, "3"),
-        ("4,5", 1, "5"),
-        ("GPU-x, GPU-y", 1, "GPU-y"),
-        ("MIG-z", 0, "MIG-z"),
+        (None, 2, "2,0,1"),
+        (None, 0, "0,1,2"),
+        ("4,5,6", 1, "5,4,6"),
+        ("GPU-x, GPU-y,GPU-z", 2, "GPU-z,GPU-x,GPU-y"),
+        ("4,5,6,-1,7", 0, "4,5,6"),
     ],
 )
-def test_a_process_is_shown_one_gpu_of_the_users_choice(
-    setting: str | None, number: int, name: str
+def test_a_process_is_shown_its_own_gpu_before_the_others_of_the_user(
+    setting: str | None, number: int, names: str
 ) -> None:
     environment = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
-    assert visible_name(number, environment) == name
+    assert own_gpu_first(number, 3, environment) == names
 
 
 def test_cuda_of_torch_is_read_from_its_version_file() -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -137,6 +138,33 @@ def test_install_steps_use_requirement_files_of_the_package(device: str) -> None
         [file] = [word for word in command if word.endswith(".txt")]
         assert Path(file).is_relative_to(installation.PACKAGE)
         assert Path(file).is_file()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_install_says_its_size_and_refuses_a_disk_that_is_too_full(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = installation.install_size(device)
+    assert 1 <= size.download_gb < size.disk_gb / 2 < 10
+    started: list[object] = []
+    monkeypatch.setattr(installation, "_run", started.append)
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+
+    def leave_free(num_bytes: float) -> None:
+        usage = shutil.disk_usage("/")._replace(free=int(num_bytes))
+        monkeypatch.setattr(installation.shutil, "disk_usage", lambda folder: usage)
+
+    leave_free(size.disk_gb * 1e9 - 2e8)
+    with pytest.raises(
+        ConfigError, match=f"need about {size.download_gb:g} GB"
+    ) as caught:
+        installation.install(device)
+    assert f"{size.disk_gb - 0.2:.1f} GB are free" in caught.value.reason
+    assert not started
+    assert f"{size.disk_gb:g} GB on disk" in capsys.readouterr().out
+    leave_free(size.disk_gb * 1e9)
+    installation.install(device)
+    assert len(started) == 1
 
 
 def test_failed_install_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
@@ -26,19 +27,19 @@ SETTINGS = RankSettings(
     train=TrainConfig.model_validate({}),
     algorithm=AlgorithmConfig.model_validate({}),
     weight_dtype="bfloat16",
-    visible_gpu="GPU-b",
+    visible_gpus="GPU-b,GPU-a",
 )
 
 
-def test_process_of_a_rank_is_shown_its_own_gpu(
+def test_process_of_a_rank_is_shown_its_own_gpu_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_actor, "forget_keys", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    TrainActor(replace(SETTINGS, visible_gpu=None))
+    TrainActor(replace(SETTINGS, visible_gpus=None))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     TrainActor(SETTINGS)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
 
 
 def test_rank_that_cannot_use_its_gpu_does_not_train_on_the_cpu(
@@ -50,3 +51,15 @@ def test_rank_that_cannot_use_its_gpu_does_not_train_on_the_cpu(
     monkeypatch.setattr(device, "on_cuda", lambda: False)
     with pytest.raises(TrainError, match=r"rank 1 cannot use its GPU .*GPU-b"):
         join_process_group(SETTINGS, 1, None)
+
+
+def test_rank_on_a_gpu_computes_on_the_host_with_its_share_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    with device.computes_on_host(before + 2):
+        assert torch.get_num_threads() == before  # a rank on the CPU
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    with device.computes_on_host(before + 2):
+        assert torch.get_num_threads() == before + 2
+    assert torch.get_num_threads() == before

@@ -14,7 +14,8 @@ def install(arguments: Sequence[str]) -> None:
 
     Installs torch, SGLang and Megatron, in the versions that invrl is tested with, into
     the Python environment that invrl runs in. Without --device: gpu where `nvidia-smi`
-    works, else cpu. It takes a few minutes, and about 3 GB on cpu.
+    works, else cpu. It takes a few minutes, and says how large the packages are; a disk
+    that is too full is refused.
 
     A checkout does not need it: launch/install.sh makes its whole environment.
 

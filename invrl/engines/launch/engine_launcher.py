@@ -181,6 +181,7 @@ class EngineLauncher:
                 run_folder=self._run_folder,
                 passthrough=[*self.sglang_flags, *self._gpu_flags(name)],
                 api_key=api_key,
+                index=self._own_names.index(name),
                 log=self._log,
                 parent=self.parent,
             )

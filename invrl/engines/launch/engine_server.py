@@ -121,12 +121,14 @@ class EngineServer(ServerProcess):
         run_folder: Path,
         passthrough: Sequence[str] = (),
         api_key: str | None = None,
+        index: int = 0,
         place: "EnginePlace | None" = None,
         log: LogSettings | None = None,
         parent: ForkParent | None = None,
     ) -> None:
-        """`api_key`: None makes a random one. `place`: None for a free port of loopback
-        and a random key. `log`: None for the defaults. `parent`: forks the engine;
+        """`api_key`: None makes a random one. `index`: among the engines of a run, whose
+        ranks share the cores. `place`: None for a free port of loopback and a random
+        key. `log`: None for the defaults. `parent`: forks the engine;
         None: it imports SGLang itself.
 
         Raises OSError if the port of the place is in use.
@@ -145,7 +147,7 @@ class EngineServer(ServerProcess):
         env = {
             "OMP_NUM_THREADS": "1",
             NAME_VARIABLE: name,
-            **_ranks_environment(config),
+            **_ranks_environment(config, index),
             MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
@@ -315,17 +317,19 @@ def max_total_tokens(config: EngineConfig) -> int | None:
     return None if count_gpus() else _CPU_TOTAL_TOKENS
 
 
-def _ranks_environment(config: EngineConfig) -> dict[str, str]:
+def _ranks_environment(config: EngineConfig, index: int) -> dict[str, str]:
     """Return the environment of an engine of several ranks. They send requests to each
     other by their process group: SGLang's queue would leave a file in /dev/shm. On a
-    CPU SGLang needs each rank's cores."""
+    CPU SGLang needs each rank's core: those of engine `index` follow the cores of the
+    engine before."""
     if config.tp_size == 1:
         return {}
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if count_gpus():
         return no_queue
     cores = sorted(os.sched_getaffinity(0))
-    core_of_rank = [str(cores[rank % len(cores)]) for rank in range(config.tp_size)]
+    ranks = range(index * config.tp_size, (index + 1) * config.tp_size)
+    core_of_rank = [str(cores[rank % len(cores)]) for rank in ranks]
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
 
 

@@ -37,7 +37,7 @@ from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.buffer.process.buffer_actor import BufferActor
 from invrl.buffer.process.buffer_handle import BufferHandle
 from invrl.engines.launch.engine_server import count_gpus, smallest_gpu_bytes
-from invrl.host.gpus import visible_name
+from invrl.host.gpus import own_gpu_first
 from invrl.host.output.wait_lines import print_waits
 from invrl.host.processes.guardian import start_guardian
 from invrl.host.processes.interrupts import CleanUp
@@ -242,7 +242,8 @@ def _create_trainer(
     options = _rank_options(config, placement)
     visible: list[str | None] = [None] * config.num_ranks
     if gpus is not None and gpus.ranks:
-        visible = [visible_name(number, os.environ) for number in gpus.ranks]
+        count = count_gpus()
+        visible = [own_gpu_first(gpu, count, os.environ) for gpu in gpus.ranks]
 
     def settings_of(layout: ParallelLayout, first: int) -> list[RankSettings]:
         address = LOOPBACK if placement is None else placement.rank_address(first)
@@ -308,6 +309,9 @@ def _rank_settings(
 ) -> list[RankSettings]:
     """Return the settings of one group's ranks, in their order. `visible` begins with
     what CUDA_VISIBLE_DEVICES shows each of them. `address`: where they meet."""
+    host_threads = 1
+    if gpus is not None and gpus.ranks:
+        host_threads = gpus.cores_per_rank(len(os.sched_getaffinity(0)))
     first = RankSettings(
         rank=0,
         layout=layout,
@@ -322,6 +326,7 @@ def _rank_settings(
         algorithm=config.algorithm,
         weight_dtype=config.engine.dtype,
         weights=config.weights,
+        host_threads=host_threads,
         arena_on_gpu=arena_on_gpu(
             config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()
         ),
@@ -334,7 +339,7 @@ def _rank_settings(
         log=config.run.log_settings(folder.path.name),
     )
     return [
-        replace(first, rank=rank, visible_gpu=visible[rank])
+        replace(first, rank=rank, visible_gpus=visible[rank])
         for rank in range(layout.world_size)
     ]
 

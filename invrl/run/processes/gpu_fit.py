@@ -43,9 +43,9 @@ def fitted_to_gpus(config: Config, *, gpus: int, gpu_bytes: int) -> Config:
 
 
 def _with_turns(config: Config, *, gpus: int, gpu_bytes: int) -> Config:
-    """Return the configuration with `--colocate` if it is refused without. Raises
-    ConfigError if it is refused with it, too."""
-    if config.run.colocate:
+    """Return the configuration with `--colocate` if it is refused without, and the user
+    has not decided. Raises ConfigError if it is refused with it, too."""
+    if config.run.colocate is not None:
         return config
     try:
         plan = plan_run(config, gpus)

@@ -39,6 +39,12 @@ class GpuPlan:
         """Whether a trainer rank and an engine are on the same GPU."""
         return any(gpu in self.ranks for gpus in self.engines for gpu in gpus)
 
+    def cores_per_rank(self, cores: int) -> int:
+        """Return the cores that a trainer rank computes with: its share of those that
+        the engines leave, whose process on each GPU always runs. At least 1."""
+        of_engines = sum(len(gpus) for gpus in self.engines)
+        return max(1, (cores - of_engines) // len(self.ranks))
+
     def __str__(self) -> str:
         parts = [f"engine-{i} on {_named(gpus)}" for i, gpus in enumerate(self.engines)]
         if self.ranks:
@@ -95,7 +101,7 @@ def _plan(
     return GpuPlan(
         ranks=tuple(range(num_ranks)),
         engines=tuple(tuple(range(start, start + of_engine)) for start in starts),
-        takes_turns=config.run.colocate,
+        takes_turns=bool(config.run.colocate),
     )
 
 
@@ -127,11 +133,16 @@ def _too_few(
     if ranks_too_many and config.train.data_parallel_size > 1:
         fixes.append("lower --data-parallel-size")
     if first and max(num_ranks, of_engines) <= num_gpus:
-        fixes.append(
-            "add --colocate, with which trainer and engines use the same GPUs by turns"
-        )
+        fixes.append(fix_by_turns(config))
     fix = "; or ".join(fixes) or "use a machine with more"
     return ConfigError("gpus", num_gpus, reason, fix)
+
+
+def fix_by_turns(config: Config) -> str:
+    """Return the fix of a run that would fit by turns."""
+    decided = config.run.colocate is not None
+    fix = "leave --no-colocate out" if decided else "add --colocate"
+    return f"{fix}: trainer and engines then use the same GPUs by turns"
 
 
 def _named(numbers: Sequence[int]) -> str:

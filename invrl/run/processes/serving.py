@@ -102,7 +102,7 @@ async def start_serving(
             external_key=engine_key,
             traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
             log=config.run.log_settings(folder.path.name),
-            shares_gpus=config.run.colocate,
+            shares_gpus=bool(config.run.colocate),
             eval_engines=config.rollout.eval.engines or 0,
             by_priority=config.uses_priority_scheduling,
             gpus=gpus.engines if gpus else (),

@@ -8,7 +8,7 @@ from invrl.algorithms.objectives.objectives import objective_needs
 from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
 from invrl.families.model_config import HuggingFaceConfig
-from invrl.run.processes.gpu_plan import GpuPlan
+from invrl.run.processes.gpu_plan import GpuPlan, fix_by_turns
 from invrl.run.processes.weight_devices import arena_on_gpu
 from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
@@ -67,7 +67,7 @@ def with_divided_memory(
     if parts is None:
         return config
     if parts.cache_tokens <= config.rollout.max_new_tokens:
-        raise parts.refusal(config.rollout.max_new_tokens)
+        raise parts.refusal(config)
     engine = config.engine.model_copy(update={"max_total_tokens": parts.cache_tokens})
     sglang = {**config.sglang, "mem_fraction_static": str(1 - _ENGINE_WORK_SHARE)}
     return config.model_copy(update={"engine": engine, "sglang": sglang})
@@ -116,8 +116,9 @@ class DividedGpu:
         rest = self.total - self.trainer.total - self.engine_weights - self.engine_work
         return max(0, int(rest // self.cached_token))
 
-    def refusal(self, reply_tokens: int) -> ConfigError:
+    def refusal(self, config: Config) -> ConfigError:
         """Return the error for a cache that does not hold a reply."""
+        reply_tokens = config.rollout.max_new_tokens
         reason = (
             f"trainer and engine do not fit on it together: the trainer needs {self.trainer}, the engine "
             f"{self.engine_weights / 1e9:.2f} GB for its weights, {self.engine_work / 1e9:.2f} for its work and "
@@ -125,7 +126,7 @@ class DividedGpu:
         )
         fix = "use a second GPU or a smaller model"
         if self.fits_by_turns:
-            fix = "add --colocate, with which they use the GPU by turns"
+            fix = fix_by_turns(config)
         fix += "; --engine.max-total-tokens decides in place of the estimate"
         return ConfigError("gpu memory", f"{self.total / 1e9:.1f} GB", reason, fix)
 

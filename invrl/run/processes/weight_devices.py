@@ -22,8 +22,8 @@ def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
     """Whether the arena is on a GPU, on a machine with `gpus` GPUs, the smallest with
     `gpu_bytes` of memory.
 
-    With several GPUs 'auto' is host memory: trainer ranks and engines may not see each
-    other's GPUs.
+    With several GPUs 'auto' is host memory: the first rank's GPU would hold both slots
+    of the whole model, and every other rank and engine a CUDA context on it.
     """
     settings = config.weights
     if not isinstance(settings, ArenaWeights):

@@ -183,7 +183,7 @@ def _weights(config: Config) -> Contradictions:
         if is_divided and weights.arena_mode != "copy":
             yield "weights.arena_mode", slices, "leave it out, or --engine.tp-size"
         if weights.arena_device == "cuda":
-            yield from _arena_on_gpu(config, weights)
+            yield from _arena_on_gpu(weights)
     default_s = WeightsConfig.model_fields["drain_timeout_s"].default
     if weights.drain_timeout_s != default_s and weights.inflight != "drain":
         reason = f"with weights.inflight = {weights.inflight!r} nothing drains"
@@ -191,19 +191,13 @@ def _weights(config: Config) -> Contradictions:
         yield "weights.drain_timeout_s", reason, fix
 
 
-def _arena_on_gpu(config: Config, weights: ArenaWeights) -> Contradictions:
+def _arena_on_gpu(weights: ArenaWeights) -> Contradictions:
     if weights.arena_mode == "alias":
         reason = (
             "SGLang's CUDA graphs compute with the memory that they were captured with"
         )
         fix = "leave it out: engines copy within the GPU"
         yield "weights.arena_mode", reason, fix
-    if len(config.train.layout.model_copy(0)) > 1:
-        reason = (
-            "several trainer ranks write the arena, and each sees its own GPU alone"
-        )
-        fix = "leave it out, use --weights.transport bucket, or do not divide the model"
-        yield "weights.arena_device", reason, fix
 
 
 def _colocate(config: Config) -> Contradictions:

@@ -140,6 +140,7 @@ _MAY_CHANGE = frozenset(
         "metrics.sample_interval_s",
         "run.max_restarts",
         "run.save_interval",
+        "run.colocate",
         "checkpoints.background",
         "checkpoints.interval_s",
         "checkpoints.keep",

@@ -143,11 +143,11 @@ class RunConfig(Section):
         gt=0,
         description="a process that has not answered for this long counts as dead",
     )
-    colocate: bool = Field(
-        False,
+    colocate: bool | None = Field(
+        None,
         description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "
-        "while a step is trained, the trainer its gradients and optimizer while rollouts run; on by itself "
-        "where a run does not fit otherwise",
+        "while a step is trained, the trainer its gradients and optimizer while rollouts run; left out: where "
+        "a run does not fit otherwise",
     )
     save_rollout_data: bool = Field(
         False, description="write every training batch to RUN/rollout_data"

@@ -171,7 +171,9 @@ def make_critic(
         settings.layout,
         options.transformer,
     )
-    distributed, optimizer = distribute(chunks, train, options)
+    distributed, optimizer = distribute(
+        chunks, train, options, host_threads=settings.host_threads
+    )
     return Critic(
         chunks,
         distributed,

@@ -51,7 +51,11 @@ class SummedGradients(DistributedDataParallel):
 
 
 def distribute(
-    chunks: Sequence[PolicyModel], config: TrainConfig, options: MegatronOptions
+    chunks: Sequence[PolicyModel],
+    config: TrainConfig,
+    options: MegatronOptions,
+    *,
+    host_threads: int,
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
     """Put each chunk of the model behind DDP, whose gradients accumulate in float32,
     and build their optimizer.
@@ -92,7 +96,7 @@ def distribute(
     optimizer = _make_optimizer(
         distributed,
         OptimizerConfig(**optimizer_fields),
-        offloads=config.optimizer_cpu_offload,
+        host_threads=host_threads if config.optimizer_cpu_offload else None,
     )
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = partial(_sum_gradients)
@@ -100,12 +104,16 @@ def distribute(
 
 
 def _make_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimizerConfig, *, offloads: bool
+    chunks: list[DistributedDataParallel],
+    config: OptimizerConfig,
+    *,
+    host_threads: int | None,
 ) -> ChainedOptimizer:
-    """Make the optimizer; with `offloads` its state is in main memory. Megatron makes
-    master weights on the GPU, so for that time gradients leave them their memory."""
+    """Make the optimizer. With `host_threads` its state is in main memory, and they
+    compute its steps. Megatron makes master weights on the GPU, so for that time
+    gradients leave them their memory."""
     gradients = TrainingMemory(chunks, optimizers=())
-    if offloads:
+    if host_threads is not None:
         gradients.offload()
     optimizer = get_megatron_optimizer(config, cast(list[MegatronModule], chunks))
     parts = [optimizer]
@@ -114,8 +122,8 @@ def _make_optimizer(
     # Megatron adds one without parameters where all ranks train experts only.
     optimizer = ChainedOptimizer([part for part in parts if part.optimizer is not None])
     device.fuse_adam(optimizer)
-    if offloads:
-        offload(optimizer)
+    if host_threads is not None:
+        offload(optimizer, host_threads)
     gradients.restore()
     return optimizer
 

@@ -117,11 +117,11 @@ def join_process_group(
     store.
     """
     if device.on_cuda():
-        torch.cuda.set_device(0)  # each rank sees its own GPU only
-    elif settings.visible_gpu is not None:
+        torch.cuda.set_device(0)  # each rank sees its own GPU first
+    elif settings.visible_gpus is not None:
         # It would train on the CPU, without a word.
         raise TrainError(
-            f"trainer rank {settings.rank} cannot use its GPU (CUDA_VISIBLE_DEVICES={settings.visible_gpu}) "
+            f"trainer rank {settings.rank} cannot use its GPU (CUDA_VISIBLE_DEVICES={settings.visible_gpus}) "
             f"with torch {torch.__version__}; `invrl doctor` may say why"
         )
     world_size = settings.layout.world_size

@@ -44,9 +44,9 @@ class RankActor(ABC, Generic[RankT]):
 
     def __init__(self, settings: RankSettings) -> None:
         forget_keys()  # the policy loss may be user code
-        if settings.visible_gpu is not None:
+        if settings.visible_gpus is not None:
             # CUDA reads it when it is first used, which is later.
-            os.environ[VISIBLE_VARIABLE] = settings.visible_gpu
+            os.environ[VISIBLE_VARIABLE] = settings.visible_gpus
         self._settings = settings
         self._listener: socket.socket | None = None
         self._worker = ThreadPoolExecutor(1, "rank")

@@ -203,15 +203,14 @@ def host_memory(numel: int) -> torch.Tensor:
 
 
 @contextmanager
-def share_of_cores() -> Iterator[None]:
-    """Let operations on the CPU use this rank's share of the machine's cores, if the
-    rank is on a GPU. Otherwise a process that Ray starts has one thread for them."""
+def computes_on_host(num_threads: int) -> Iterator[None]:
+    """Let operations on the CPU use `num_threads`, if this rank is on a GPU. Otherwise
+    a process that Ray starts has one thread for them."""
     if not on_cuda():
         yield
         return
     threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // torch.distributed.get_world_size()))
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:

@@ -58,9 +58,12 @@ class OffloadedOptimizer(DistributedOptimizer):
     """Shares whose gradients are in main memory together."""
     _staging: Sequence[torch.Tensor]
     """Pinned memory for the gradients of two groups."""
+    _num_threads: int
+    """Threads of a step on the host."""
 
-    def move(self) -> None:
+    def move(self, num_threads: int) -> None:
         """Move master weights and moments to main memory."""
+        self._num_threads = num_threads
         shares = [
             _Share(parameter, self._master(parameter))
             for parameter in self.model_param_group_index_map
@@ -113,7 +116,7 @@ class OffloadedOptimizer(DistributedOptimizer):
             current.arrived.synchronize()
             for share, gradient in zip(group, current.gradients, strict=True):
                 share.master.grad = gradient
-            with device.share_of_cores():
+            with device.computes_on_host(self._num_threads):
                 self.optimizer.step()  # skips parameters without a gradient
             for share in group:
                 self._send(share)
@@ -161,14 +164,15 @@ class OffloadedOptimizer(DistributedOptimizer):
         return bucket.param_data.view(-1)[own.start : own.end]
 
 
-def offload(optimizer: ChainedOptimizer) -> None:
-    """Move the state of distributed optimizers to main memory."""
+def offload(optimizer: ChainedOptimizer, num_threads: int) -> None:
+    """Move the state of distributed optimizers to main memory, where `num_threads`
+    compute a step."""
     for part in optimizer.chained_optimizers:
         assert isinstance(part, DistributedOptimizer), "other optimizers are refused"
         if not part.is_stub_optimizer and part.get_parameters():
             offloaded: Any = part
             offloaded.__class__ = OffloadedOptimizer
-            offloaded.move()
+            offloaded.move(num_threads)
     device.free_unused_memory()
 
 

@@ -222,7 +222,9 @@ class TrainRank(SavingRank):
         teacher = None
         if settings.teacher_path:
             teacher = frozen(settings.teacher_path)
-        distributed, optimizer = distribute(chunks, train, options)
+        distributed, optimizer = distribute(
+            chunks, train, options, host_threads=settings.host_threads
+        )
         expert_routers = None
         if experts is not None:
             expert_routers = ExpertRouters(

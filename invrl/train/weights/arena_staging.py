@@ -104,7 +104,7 @@ def stage_first(
         for rank in others:
             _send(place, rank)
         written = [write_parts(slot, parts)]
-        _wait_for_device()  # other ranks hash what this one has written
+        _wait_for_copies(slot)  # other ranks hash what this one has written
         written += [_receive(rank) for rank in others]
         check_covered(layout, written)
         own_share, *other_shares = shares(layout, 1 + len(others))
@@ -129,17 +129,20 @@ def stage_other(
     place: ArenaHandle = _receive(first)
     slot = _slots(place.at(0), layout)[place.slot]
     written = write_parts(slot, parts)
-    _wait_for_device()
+    _wait_for_copies(slot)
     _send(written, first)
     share: list[str] = _receive(first)
     _send(tensor_checksums({name: slot[name] for name in share}, hash_tensors), first)
 
 
-def _wait_for_device() -> None:
+def _wait_for_copies(slot: Slot) -> None:
+    """Wait for this rank's GPU, and for that of the slot if it is another one."""
     import torch
 
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        for gpu in {tensor.device for tensor in slot.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(gpu)
 
 
 def _send(value: object, rank: int) -> None:

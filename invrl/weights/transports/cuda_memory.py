@@ -97,7 +97,7 @@ def open_memory(handle: CudaHandle) -> torch.Tensor:
     if handle.device_uuid not in uuids:
         seen = ", ".join(uuids) or "none"
         reason = (
-            f"its memory is on GPU {handle.device_uuid}, and the engine sees {seen}"
+            f"its memory is on GPU {handle.device_uuid}, and this process sees {seen}"
         )
         raise WeightSyncError(f"the weight arena cannot be opened: {reason}")
     if len(handle.ipc_handle) != _HANDLE_BYTES:
