@@ -447,6 +447,9 @@ def test_part_of_the_new_groups_is_held_back_until_a_waiting_batch_is_taken() ->
     complete(buffer, "g0")
     assert buffer.take() is not None
     assert [lease.group_id for lease in lease_all(buffer)] == ["g11"]
+    buffer.trained(1)
+    buffer.advance(WeightVersion(2))
+    assert len(lease_all(buffer)) == 4  # no batch waits
 
 
 def test_admission_by_ready_groups_bounds_only_what_waits_for_the_trainer() -> None:
