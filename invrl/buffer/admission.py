@@ -20,8 +20,13 @@ class Admission:
             return f"at most {self.under_way} under way"
         return f"no new ones while {self.ready} are ready"
 
-    def admits(self, *, in_flight: int, ready: int, taken: int) -> bool:
-        if self.under_way is not None and in_flight + ready + taken >= self.under_way:
+    def admits(
+        self, *, in_flight: int, ready: int, taken: int, reserve: int = 0
+    ) -> bool:
+        """Return whether a new group may be leased. `reserve` groups of those that may
+        be under way are held back."""
+        under_way = in_flight + ready + taken + reserve
+        if self.under_way is not None and under_way >= self.under_way:
             return False
         return self.ready is None or ready < self.ready
 

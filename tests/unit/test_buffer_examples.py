@@ -428,6 +428,30 @@ def test_batch_waits_for_a_retry_beside_which_an_old_rollout_has_finished() -> N
     assert train_next(buffer) == ["g0"]
 
 
+def test_part_of_the_new_groups_is_held_back_until_a_waiting_batch_is_taken() -> None:
+    """Six of the 14 rollouts that ended did so while a batch trained: 12 sevenths of
+    the four groups of a batch are held back, rounded down."""
+    buffer = make(staleness=1, batch=4, when_stale="wait")
+    lease_all(buffer)
+    for number in range(4, 8):
+        complete(buffer, f"g{number}")
+    assert buffer.take() is not None
+    for number in range(1, 4):
+        complete(buffer, f"g{number}")
+    buffer.trained(0)
+    buffer.advance(WeightVersion(1))
+    assert [buffer.lease() is not None for _ in range(3)] == [True] * 3
+    complete(buffer, "g8", oldest=1, newest=1)  # g1, g2, g3 and g8 wait for g0
+    assert buffer.take() is None
+    assert buffer.lease() is None
+    complete(buffer, "g0")
+    assert buffer.take() is not None
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g11"]
+    buffer.trained(1)
+    buffer.advance(WeightVersion(2))
+    assert len(lease_all(buffer)) == 4  # no batch waits
+
+
 def test_admission_by_ready_groups_bounds_only_what_waits_for_the_trainer() -> None:
     buffer = make(staleness=1, batch=2, admission="ready")
     leases = [buffer.lease() for _ in range(20)]

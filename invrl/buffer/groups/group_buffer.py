@@ -25,10 +25,11 @@ outcomes of such rollouts change nothing.
 The age of a running rollout's tokens is unknown before its outcome, but none is older
 than the version at its lease. With `when_stale` "wait" a batch is not taken if the
 groups that it leaves behind, taken oldest first with each of the next versions, would
-not all be young enough for their batch. With "drop", `suspects` names the groups in
-which a running member may hold tokens that are too old. The owner of the buffer looks
-up what those rollouts have sampled and passes it to `note_sampled`, which drops a group
-as soon as a running member holds a token that is too old.
+not all be young enough for their batch; a part of the new groups is then held back
+until it is taken (`reserve.py`). With "drop", `suspects` names the groups in which a
+running member may hold tokens that are too old. The owner of the buffer looks up what
+those rollouts have sampled and passes it to `note_sampled`, which drops a group as soon
+as a running member holds a token that is too old.
 """
 
 import copy
@@ -46,6 +47,7 @@ from invrl.buffer.groups.event_counts import (
 )
 from invrl.buffer.groups.filter_verdicts import FilterVerdicts
 from invrl.buffer.groups.group_filters import ZERO_VARIANCE
+from invrl.buffer.groups.reserve import Reserve
 from invrl.buffer.groups.snapshot import BufferSnapshot
 from invrl.buffer.groups.task_feed import TaskFeed
 from invrl.buffer.groups.wait_report import (
@@ -95,6 +97,9 @@ class GroupBuffer:
         self._group_size = rollout.n_samples_per_prompt
         self._when_stale = config.when_stale
         self._admission = configured_admission(config, self._batch_size)
+        self._reserve = Reserve(
+            batch_size=self._batch_size, num_versions=config.max_staleness + 1
+        )
         self.failures = FailureStreak()
         self._feed = TaskFeed(tasks, self._note_source_fault)
         self._history = RewardHistory()
@@ -137,6 +142,7 @@ class GroupBuffer:
             in_flight=len(self._in_flight),
             ready=len(self._ready),
             taken=self._groups_taken(),
+            reserve=self._groups_held_back(),
         ):
             return None
         fed = self._feed.next()
@@ -165,6 +171,7 @@ class GroupBuffer:
             self._note_cancelled(outcome)
             return
         self.events.count("rollouts_ended")
+        self._reserve.note_ended(in_training=self._batch is not None)
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not abs(outcome.reward) <= MAX_REWARD:  # true for NaN too
@@ -274,6 +281,7 @@ class GroupBuffer:
         self._check_trained()
         self.version = version
         self._batch = None
+        self._reserve.advance()
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._is_dropped_as_stale(group):
                 self._drop(group, DropReason.STALE)
@@ -463,6 +471,16 @@ class GroupBuffer:
         if self._batch is None:
             return 0
         return len(self._batch.groups)
+
+    def _groups_held_back(self) -> int:
+        """Return the number of groups that are not leased before the next batch is
+        taken: 0 unless that batch is complete and waits for old rollouts."""
+        if self._batch is not None or not self._reserve.num_groups:
+            return 0
+        oldest = self._oldest_eligible()
+        if len(oldest) < self._batch_size or not self._leaves_too_old(oldest):
+            return 0
+        return self._reserve.num_groups
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
         """Lease the group's places that are due."""
