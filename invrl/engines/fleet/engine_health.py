@@ -174,7 +174,7 @@ async def engine_death(
         return generates or receiver.is_paused or receiver.is_loading
 
     token_timeout_s = TOKEN_TIMEOUTS * timeout_s
-    causes = {
+    causes: dict[str, Awaitable[None]] = {
         f"its scheduler has not answered for {timeout_s:g} s": until_silent(
             answers, timeout_s=timeout_s, interval_s=interval_s, clock=clock
         ),
