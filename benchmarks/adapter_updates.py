@@ -180,7 +180,7 @@ async def _start(
     adapter = ChangingAdapter(
         model, folder / "weights", rank=settings.rank, dtype=settings.engine_dtype
     )
-    weights = AdapterWeights(timeout_s=settings.deadline_s)
+    weights = AdapterWeights.model_validate({"timeout_s": settings.deadline_s})
     fleet = Fleet(
         EngineConfig.model_validate(
             {"dtype": settings.engine_dtype, "max_total_tokens": _KV_TOKENS}

@@ -31,7 +31,7 @@ class ChangingAdapter:
     """A `WeightSender` of an adapter of all projections, which writes PEFT folders."""
 
     def __init__(self, model: Path, folder: Path, *, rank: int, dtype: str) -> None:
-        lora = LoraConfig(rank=rank)
+        lora = LoraConfig.model_validate({"rank": rank})
         shapes = tensor_shapes(model)
         projections = lora.projections(read_hf_config(model))
         self.kinds = tuple(sorted({projection.kind for projection in projections}))
