@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from invrl.engines.client.sglang_client import EngineLimits, SglangClient
 from invrl.engines.config import EngineConfig
@@ -185,6 +186,23 @@ async def test_death_of_the_agent_is_the_engines(started: Started) -> None:
         clock=Clock(),
     )
     assert "on its node" in await asyncio.wait_for(death, 10)
+
+
+async def test_broken_connection_to_the_agent_is_not_the_engines_death(
+    started: Started,
+) -> None:
+    broken = ActorDiedError("socket closed")
+    broken.__cause__ = ActorUnavailableError("socket closed", None)
+    agent = FakeAgent(until_ended=broken)
+    started.agents = [agent]
+    hosted = engine(HOST)
+    await asyncio.to_thread(hosted.wait_ready)
+    ended = asyncio.create_task(hosted.until_ended())
+    while agent.calls.count("until_ended") < 3:
+        await asyncio.sleep(0.01)
+    assert not ended.done()
+    agent.replies["until_ended"] = "the engine has ended"
+    await asyncio.wait_for(ended, 10)
 
 
 async def test_client_moves_to_the_address_of_an_engine_that_is_up() -> None:

@@ -81,14 +81,22 @@ class HostedEngine:
             asyncio.run(self._stop_agent(agent))
 
     async def until_ended(self) -> None:
-        """Wait until a process of the engine, its agent or its node has ended."""
+        """Wait until a process of the engine, its agent or its node has ended. A
+        connection that breaks is no end: the engine's silence tells then."""
+        # imports Ray, which a fleet on one machine does not need
+        from invrl.host.ray.actor import is_unreachable
+
         agent = self._agent
         if agent is None:
             return
-        try:
-            reason = await agent.call(EngineAgent.until_ended, math.inf)
-        except ServerError as error:
-            reason = str(error)
+        reason = ""
+        while not reason:
+            try:
+                reason = await agent.call(EngineAgent.until_ended, math.inf)
+            except ActorDiedError as error:
+                if not is_unreachable(error):
+                    reason = str(error)
+                await asyncio.sleep(_POLL_INTERVAL_S)
         _LOG.warning("%s has ended on %s: %s", self.name, self._place, reason)
 
     async def _start_somewhere(self) -> None:

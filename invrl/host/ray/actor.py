@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     ActorUnschedulableError,
     OutOfMemoryError,
     RayActorError,
@@ -124,6 +125,11 @@ class ActorHandle(Generic[RoleT]):
     def kill(self) -> None:
         """End the process. Calls that wait for its replies raise ActorDiedError."""
         ray.kill(self.ray_handle)
+
+
+def is_unreachable(error: ActorDiedError) -> bool:
+    """Whether the connection to the actor broke, and its process may live."""
+    return isinstance(error.__cause__, ActorUnavailableError)
 
 
 def own_node() -> str:
