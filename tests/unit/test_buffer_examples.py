@@ -429,27 +429,35 @@ def test_batch_waits_for_a_retry_beside_which_an_old_rollout_has_finished() -> N
 
 
 def test_part_of_the_new_groups_is_held_back_until_a_waiting_batch_is_taken() -> None:
-    """Six of the 14 rollouts that ended did so while a batch trained: 12 sevenths of
-    the four groups of a batch are held back, rounded down."""
-    buffer = make(staleness=1, batch=4, when_stale="wait")
+    """Ten of the 14 rollouts of the first two versions ended while a batch trained: 20
+    fourteenths of the two groups of a batch are held back, rounded down."""
+    buffer = make(staleness=2, batch=2, when_stale="wait")
     lease_all(buffer)
-    for number in range(4, 8):
-        complete(buffer, f"g{number}")
+    complete(buffer, "g4")
+    complete(buffer, "g5")
     assert buffer.take() is not None
     for number in range(1, 4):
         complete(buffer, f"g{number}")
     buffer.trained(0)
     buffer.advance(WeightVersion(1))
-    assert [buffer.lease() is not None for _ in range(3)] == [True] * 3
-    complete(buffer, "g8", oldest=1, newest=1)  # g1, g2, g3 and g8 wait for g0
-    assert buffer.take() is None
-    assert buffer.lease() is None
-    complete(buffer, "g0")
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g6", "g7"]
     assert buffer.take() is not None
-    assert [lease.group_id for lease in lease_all(buffer)] == ["g11"]
+    complete(buffer, "g6", oldest=1, newest=1)
+    complete(buffer, "g7", oldest=1, newest=1)
     buffer.trained(1)
     buffer.advance(WeightVersion(2))
-    assert len(lease_all(buffer)) == 4  # no batch waits
+
+    assert buffer.take() is None  # g3 and g6 wait for g0
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g8"]
+    complete(buffer, "g0", newest=2)
+    assert buffer.take() is not None
+    assert [lease.group_id for lease in lease_all(buffer)] == ["g9"]
+
+    complete(buffer, "g8", oldest=2, newest=2)
+    complete(buffer, "g9", oldest=2, newest=2)
+    buffer.trained(2)
+    buffer.advance(WeightVersion(3))
+    assert len(lease_all(buffer)) == 2  # no batch waits
 
 
 def test_admission_by_ready_groups_bounds_only_what_waits_for_the_trainer() -> None:

@@ -23,9 +23,16 @@ def test_nothing_is_held_back_before_the_first_version_has_ended() -> None:
 
 def test_reserve_is_the_share_of_the_rollouts_that_ended_in_training() -> None:
     reserve = Reserve(batch_size=16, num_versions=2)
-    note(reserve, in_training=1, outside=2)
+    note(reserve, in_training=7, outside=2)
     reserve.advance()
-    assert reserve.num_groups == 5  # of 16 thirds, rounded down
+    assert reserve.num_groups == 12  # of 112 ninths, rounded down
+
+
+def test_nothing_is_held_back_where_waits_are_long_beside_training() -> None:
+    reserve = Reserve(batch_size=16, num_versions=2)
+    note(reserve, in_training=65, outside=35)
+    reserve.advance()
+    assert reserve.num_groups == 0
 
 
 def test_only_the_latest_versions_count() -> None:
@@ -33,15 +40,15 @@ def test_only_the_latest_versions_count() -> None:
     note(reserve, in_training=100, outside=0)
     reserve.advance()
     for _ in range(2):
-        note(reserve, in_training=1, outside=3)
+        note(reserve, in_training=3, outside=1)
         reserve.advance()
-    assert reserve.num_groups == 4
+    assert reserve.num_groups == 12
 
 
 def test_version_under_which_nothing_ended_changes_nothing() -> None:
     reserve = Reserve(batch_size=4, num_versions=2)
     reserve.advance()
     assert reserve.num_groups == 0
-    note(reserve, in_training=1, outside=1)
+    note(reserve, in_training=3, outside=1)
     reserve.advance()
-    assert reserve.num_groups == 2
+    assert reserve.num_groups == 3

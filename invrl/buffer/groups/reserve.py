@@ -6,12 +6,17 @@ engines would often have nothing left to do while it trains: their time is then 
 and the rollouts that run in the wait delay those that it waits for. If none began, the
 long ones among them would begin late, and a later batch would wait for them. So the
 part that begins in the wait is the part of the rollouts that ended outside of training,
-in the latest versions: the reserve is the rest. Needs no clock, and no knowledge of
-lengths.
+in the latest versions: the reserve is the rest. Where waits are long beside training,
+the second loss is the larger one, and there is no reserve. Needs no clock, and no
+knowledge of lengths.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+
+_LEAST_SHARE = 2 / 3
+"""Share of rollouts that end in training below which nothing is held back. In virtual
+runs of eleven workloads, a reserve made steps up to 3 % longer below it."""
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ class Reserve:
     def num_groups(self) -> int:
         """Groups to hold back, rounded down; 0 before the first version has ended."""
         total = sum(version.total for version in self._earlier)
-        if not total:
-            return 0
         in_training = sum(version.in_training for version in self._earlier)
+        if not total or in_training < _LEAST_SHARE * total:
+            return 0
         return self.batch_size * in_training // total
