@@ -29,6 +29,7 @@ from invrl.environments.installation import Argument, describe, install
 from invrl.errors import ConfigError, ServerError
 
 TOY = EnvironmentFolder(Path(__file__).parents[1] / "toy_environment")
+pytestmark = pytest.mark.timeout(120)  # of a test; a lost outcome is waited for
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,7 +64,7 @@ def environment(arguments: Sequence[str]) -> None:
     `install` makes a virtual environment below ~/.cache/invrl/environments (XDG_CACHE_HOME)
     with uv. `try` plays episodes without training and prints conversation, reward and
     components. `run` leases tasks of a run with --external-environments until it ends, on any
-    machine."""
+    machine; `invrl train --environment NAME` starts it by itself."""
     if not arguments or arguments[0] not in _ACTIONS:
         action = arguments[0] if arguments else ""
         reason = "it begins with what to do"
