@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host": set(),
     "algorithms": set(),
     "families": set(),
+    "environments": {"host"},
     "store": {"host"},
     "weights": {"host", "families"},
     "engines": {"host", "weights", "families"},

@@ -64,7 +64,8 @@ def files_page() -> str:
     """The page as Markdown: one section per package, and a row for every module."""
     modules: dict[Path, list[Path]] = defaultdict(list)
     for path in sorted(ROOT.glob("invrl/**/*.py")):
-        if path.name != "__init__.py":
+        is_of_package = path.with_name("__init__.py").exists()  # environments are not
+        if path.name != "__init__.py" and is_of_package:
             modules[path.parent].append(path)
     lines = [FILES_INTRODUCTION]
     for package in sorted(modules):

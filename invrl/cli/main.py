@@ -96,7 +96,11 @@ COMMANDS = {
         "verify_weights", "compare what a running run's engines hold with what was sent"
     ),
     "report": Command(
-        "report", "write the pages of `invrl view` into the run's folder"
+        "report", "write the pages of `invrl view` into the run's folder", file="view"
+    ),
+    "environment": Command(
+        "environment",
+        "list, install, try and run environments with packages of their own",
     ),
 }
 INNER_COMMANDS = {

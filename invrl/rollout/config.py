@@ -1,13 +1,16 @@
 """Settings of the rollout half: user code, tasks, sampling and workers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from invrl.environments.config import EnvironmentConfig
 from invrl.types.section import COMMA_SEPARATED, Section, Text
 from invrl.types.top_logprobs import MAX_TOP_LOGPROBS
 
 EvalMode = Literal["sampled", "greedy"]
+SEEDS_PATH = "invrl.rollout.tasks.seed_tasks:seeds"
+"""The task source of environments that make a task from a number."""
 _CONCURRENCY = 32
 _MOST_CONCURRENCY = 1024
 """Most rollouts that run at a time where the load of the engines decides."""
@@ -110,6 +113,10 @@ class RolloutConfig(Section):
     curriculum: CurriculumConfig | None = Field(
         None, description="what picks the next training task"
     )
+    environment: EnvironmentConfig | None = Field(
+        None,
+        description="the environment that the run starts, and that leases the tasks",
+    )
     rollout_batch_size: PositiveInt = Field(
         4, description="groups in one training batch"
     )
@@ -138,6 +145,18 @@ class RolloutConfig(Section):
             "training rollouts (read by code that needs `top_logprobs`, as invrl.contrib.simko)",
         )
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lease_to_environment(cls, values: Any) -> Any:
+        """Let an environment that the run starts lease the tasks, and where none are
+        named, seeds."""
+        if not isinstance(values, dict) or not values.get("environment"):
+            return values
+        complete = {"external_environments": True, **values}
+        if not values.get("task_source_path") and not values.get("task_file"):
+            complete["task_source_path"] = SEEDS_PATH
+        return complete
 
     @property
     def first_concurrency(self) -> int:

@@ -152,6 +152,7 @@ CHECKS = (
         ROLLOUTS,
         needs=_ROLLOUT_FUNCTION,
     ),
+    Check("environment", settings_checks.check_environment, TRAIN),
     Check(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
     Check(
         "reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION

@@ -45,6 +45,21 @@ def check_rollout_function(config: Config) -> object:
     raise ConfigError("rollout.rollout_function_path", "", reason, fix)
 
 
+def check_environment(config: Config) -> str:
+    """Check that the environment is installed and takes its arguments."""
+    from invrl.environments.arguments import read_environment_arguments
+    from invrl.environments.environment_folder import find_environment
+    from invrl.environments.installation import check_installed, virtual_environment
+
+    settings = config.rollout.environment
+    if settings is None:
+        return "none"
+    environment = find_environment("environment.kind", settings.kind)
+    check_installed("environment.kind", environment)
+    read_environment_arguments("environment.args", environment, settings.args)
+    return f"{environment.called}, in {virtual_environment(environment)}"
+
+
 def check_reward_function(config: Config) -> object:
     from invrl.user_code import plugins
 

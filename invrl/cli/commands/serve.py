@@ -4,8 +4,8 @@ The first session is for the person at the terminal; the environment key opens m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
 from invrl.cli.run_process import checked_configuration, failure_reported, log_to_folder
@@ -51,6 +51,15 @@ def serve(arguments: Sequence[str]) -> None:
 async def serve_model(config: Config, folder: RunFolder) -> None:
     """Serve until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
     left and none comes back."""
+    async with serving_model(config, folder) as serving:
+        [session] = await open_sessions(serving, 1)
+        print(welcome(serving, session), flush=True)
+        await serving.watch()
+
+
+@asynccontextmanager
+async def serving_model(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
+    """Start engines, router and gateway, and yield them once they are up."""
     from invrl.run.processes.gpu_plan import plan_engines
     from invrl.run.processes.served_metrics import ServedMetrics
     from invrl.run.processes.serving import start_serving
@@ -92,8 +101,7 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
         stack.enter_context(metrics.of_serving(serving))
         if metrics.message:
             print(metrics.message, flush=True)
-        print(welcome(serving, await _open_session(serving)), flush=True)
-        await serving.watch()
+        yield serving
 
 
 def with_long_answers(config: Config) -> Config:
@@ -110,18 +118,18 @@ def with_long_answers(config: Config) -> Config:
     )
 
 
-async def _open_session(serving: Serving) -> Session:
+async def open_sessions(serving: Serving, count: int) -> list[Session]:
+    """Open sessions of a task without a run."""
     from invrl.rollout.workers.session_client import SessionClient
 
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
     task = Task(id="terminal", payload={})
-    member = GroupMember(index=0, attempt=0)
-    lease = GroupLease(group_id="terminal", task=task, members=(member,))
+    members = tuple(GroupMember(index=index, attempt=0) for index in range(count))
+    lease = GroupLease(group_id="terminal", task=task, members=members)
     try:
-        [session] = await client.open(lease, purpose="serve")
+        return await client.open(lease, purpose="serve")
     finally:
         await client.close()
-    return session
 
 
 def welcome(serving: Serving, session: Session) -> str:

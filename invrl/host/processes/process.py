@@ -188,6 +188,11 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code as Popen's; None while the process lives."""
+        return self._process.poll()
+
     def alive(self) -> bool:
         return self._process.poll() is None
 

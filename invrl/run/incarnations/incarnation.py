@@ -67,6 +67,7 @@ from invrl.run.loop.verification_socket import answer_verifications
 from invrl.run.loop.weight_updater import create_weight_updater
 from invrl.run.processes.background import in_background
 from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.processes.environment_program import LOG_NAME
 from invrl.run.processes.gpu_fit import fitted_to_gpus
 from invrl.run.processes.gpu_plan import plan_run
 from invrl.run.processes.phase_progress import (
@@ -304,7 +305,10 @@ class _TrainingRun(RunParts):
             self.awaited.questions["train"] = cluster.trainer.place_text
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:
-        if self.config.rollout.external_environments:
+        if self.config.rollout.environment is not None:
+            log = self.folder.log_path(LOG_NAME)
+            self.observer.note(f"what your environment prints: {log}")
+        elif self.config.rollout.external_environments:
             url = f"{cluster.serving.settings.url}/tasks/lease"
             key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
             self.observer.note(f"environments lease tasks at {url}; key: {key}")

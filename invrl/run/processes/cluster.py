@@ -10,6 +10,7 @@
         4. trainer ranks      Ray actors
         5. buffer             a Ray actor
         6. rollout workers    Ray actors (`rollout/workers/worker_pool.py`)
+      7. environment        an OS process (`run/processes/environment_program.py`)
 
 Start-up overlaps: engines load while Ray starts and the trainer ranks load; with
 `--colocate` they load once the trainer sleeps. On return, on an error and on Ctrl-C
@@ -50,6 +51,7 @@ from invrl.rollout.tasks.tasks import load_tasks
 from invrl.rollout.workers.session_client import SessionClient
 from invrl.run.hosts.cluster_check import check_cluster
 from invrl.run.hosts.placement import LOOPBACK, Placement, WorkerNodes, engine_pool
+from invrl.run.processes.environment_program import EnvironmentProgram
 from invrl.run.processes.gpu_plan import (
     GpuPlan,
     plan_run,
@@ -87,6 +89,8 @@ class Cluster:
     """None with `--debug-rollout-only`."""
     buffer: BufferHandle
     rollouts: RolloutHandle
+    environment: EnvironmentProgram | None = None
+    """The environment that the run starts, if any."""
 
     def end_external_environments(self) -> None:
         """Tell external environments, if the run has any, that the run is over."""
@@ -94,13 +98,15 @@ class Cluster:
             self.serving.gateway.end_run()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. If rollouts, gateway, fleet, buffer or trainer
-        fail first, raise their error."""
+        """Return the result of `work`. If rollouts, gateway, fleet, buffer, trainer or
+        environment fail first, raise their error."""
         guarded = self.rollouts.guard(work)
         guarded = first_to_fail(guarded, self.serving.watch())
         guarded = first_to_fail(guarded, self.buffer.watch())
         if self.trainer is not None:
             guarded = first_to_fail(guarded, self.trainer.watch())
+        if self.environment is not None:
+            guarded = first_to_fail(guarded, self.environment.watch())
         return await guarded
 
 
@@ -153,8 +159,21 @@ async def start_cluster(
                 start = _start_trainer(trainer, trainer_sleeps)
                 starts.append(starting.wait_until_up("trainer", start))
             await all_started(*starts)
+        environment = None
+        if config.rollout.environment is not None:
+            environment = EnvironmentProgram(
+                config.rollout.environment,
+                serving,
+                folder,
+                concurrency=config.rollout.first_concurrency,
+            )
+            stack.callback(environment.stop)
         cluster = Cluster(
-            serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts
+            serving=serving,
+            trainer=trainer,
+            buffer=buffer,
+            rollouts=rollouts,
+            environment=environment,
         )
         try:
             yield cluster

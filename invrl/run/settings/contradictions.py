@@ -433,6 +433,17 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
+def _environment(config: Config) -> Contradictions:
+    """An environment that the run starts, and that may not lease."""
+    rollout = config.rollout
+    if rollout.environment is not None and not rollout.external_environments:
+        yield (
+            "rollout.external_environments",
+            "the environment that the run starts leases the tasks",
+            "leave --no-external-environments out, or --environment",
+        )
+
+
 _ON_DATA = (
     _names,
     _choices,
@@ -451,6 +462,7 @@ _WITH_ROLLOUTS = (
     _modes,
     _without_data,
     _schedule,
+    _environment,
     _batch,
     _staleness,
     *WITH_ROLLOUTS,
