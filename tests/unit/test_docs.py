@@ -483,7 +483,7 @@ def check_command(
     assert cli.main([command, "--help"]) == 0, f"{place}: there is no `invrl {command}`"
     help_text = capsys.readouterr().out
     if command in CONFIG_COMMANDS:
-        own = {"--json", "--minutes", "--out"} & set(
+        own = {"--cluster", "--json", "--minutes", "--out"} & set(
             re.findall(r"--[\w-]+", help_text.partition("sources:")[0])
         )
         kept: list[str] = []
