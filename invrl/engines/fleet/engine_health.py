@@ -36,12 +36,11 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Coroutine,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import psutil
@@ -149,7 +148,7 @@ async def engine_death(
     *,
     timeout_s: float,
     interval_s: float,
-    elsewhere: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    elsewhere: Callable[[], Awaitable[None]] | None = None,
     clock: Clock | None = None,
 ) -> str:
     """Wait until this engine is dead, and return the reason. `processes` are those that
@@ -241,7 +240,7 @@ async def router_death(
     async def ask(deadline_s: float) -> bool:
         return not _any_stopped(processes) and await answers(deadline_s)
 
-    causes = {
+    causes: dict[str, Awaitable[None]] = {
         f"it has not answered for {timeout_s:g} s": until_silent(
             ask, timeout_s=timeout_s, interval_s=interval_s, clock=clock
         ),
