@@ -138,11 +138,12 @@ class AgentEndpoint:
         )
         request = await self.turns.threads.run(parse, size=len(body))
         if client.model_in_path is not None:
+            digest = request.turn.digest
+            if client.model_in_path in self.turns.adapters:
+                # A retry asks for the same adapter; the body does not say which.
+                digest = f"{digest}-{client.model_in_path}"
             turn = structs.replace(
-                request.turn,
-                model=client.model_in_path,
-                # A retry asks for the same model; the body does not say which.
-                digest=f"{request.turn.digest}-{client.model_in_path}",
+                request.turn, model=client.model_in_path, digest=digest
             )
             request = structs.replace(request, turn=turn)
         self.turns.check_model(record, request.turn.model)
