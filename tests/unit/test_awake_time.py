@@ -182,6 +182,8 @@ _FOR_PEOPLE = {
     "observe/sinks/phases.py",
     "observe/sinks/sinks.py",
     "run/loop/loop.py",  # where a phase is in a trace
+    "run/hosts/cluster_check.py",
+    "run/hosts/node_report.py",
     "run/processes/process_samples.py",
     "run/processes/served_metrics.py",
     "viewer/export.py",

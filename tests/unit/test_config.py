@@ -303,7 +303,7 @@ def test_configuration_is_frozen() -> None:
         ),
         (["--no-lr"], "command line", "no such flag", ""),
         (["--kl-coef", "1"], "command line", "no such flag", "write --kl.coefficient"),
-        (["--critic-lr", "1"], "command line", "no such flag", "write --critic.lr"),
+        (["--critic-lr", "1"], "command line", "no such flag", "--critic.lr"),
         (["stray"], "command line", "no flag takes this", ""),
         (["--lr"], "--lr", "missing", "--lr VALUE"),
         (["--lr", "--seed", "1"], "--lr", "missing", "--lr VALUE"),
