@@ -182,7 +182,7 @@ _FOR_PEOPLE = {
     "observe/sinks/phases.py",
     "observe/sinks/sinks.py",
     "run/loop/loop.py",  # where a phase is in a trace
-    "run/hosts/cluster_check.py",
+    "run/hosts/cluster_check.py",  # how far the clocks of nodes are apart
     "run/hosts/node_report.py",
     "run/processes/process_samples.py",
     "run/processes/served_metrics.py",
