@@ -13,7 +13,6 @@ the test command succeeds, else 0.
 
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -48,7 +47,9 @@ _ERRORS = [
     ("max(high, result", "min(high, result", "merged([(1, 4), (2, 9)]) loses numbers"),
 ]
 """What an error replaces, the error, and the issue that reports it."""
-_TEST = """
+_PASSED = 42
+"""Exit code at the end of the test: a module that exits with 0 has not passed."""
+_TEST = f"""
 from intervals import length, merged, overlap
 
 assert length(3, 3) == 1 and length(2, 5) == 4
@@ -56,7 +57,11 @@ assert overlap((1, 2), (2, 5)) == (2, 2) and overlap((1, 2), (3, 4)) is None
 assert merged([(5, 6), (1, 2)]) == [(1, 2), (5, 6)]
 assert merged([(1, 4), (2, 9)]) == [(1, 9)]
 assert merged([(1, 9), (2, 3)]) == [(1, 9)]
+raise SystemExit({_PASSED})
 """
+_APART = ["--unshare-pid", "--unshare-ipc", "--die-with-parent"]
+"""Commands neither see nor signal our processes, and what they start ends with them,
+also at their deadline."""
 
 
 def episode(
@@ -98,7 +103,7 @@ def episode(
             **templates,
         )
         end = agent.run(issue)
-        test_passed = _passes(test, folder, place, timeout_s)
+        test_passed = _passes(test, place, timeout_s)
     return {
         "reward": float(test_passed),
         "components": {
@@ -118,7 +123,8 @@ def _prepare(folder: Path, task: dict) -> tuple[str, str]:
     right, wrong, issue = _ERRORS[task["seed"] % len(_ERRORS)]
     module = _MODULE.replace(right, wrong)
     folder.joinpath("intervals.py").write_text(module, encoding="utf-8")
-    return f"In intervals.py: {issue}. Repair it.", f"python3 - <<'END'{_TEST}END"
+    test = f"python3 - <<'END'{_TEST}END\n[ $? -eq {_PASSED} ]"
+    return f"In intervals.py: {issue}. Repair it.", test
 
 
 def _place(sandbox: str, folder: str, timeout_s: int):
@@ -127,16 +133,19 @@ def _place(sandbox: str, folder: str, timeout_s: int):
         from minisweagent.environments.local import LocalEnvironment
 
         return LocalEnvironment(cwd=folder, timeout=timeout_s)
-    from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
+    from minisweagent.environments.extra.bubblewrap import (
+        BubblewrapEnvironment,
+        BubblewrapEnvironmentConfig,
+    )
 
     if shutil.which("bwrap") is None:
         raise RuntimeError("there is no bwrap: install bubblewrap, or sandbox=local")
-    return BubblewrapEnvironment(cwd=folder, timeout=timeout_s)
+    arguments = [*BubblewrapEnvironmentConfig().wrapper_args, *_APART]
+    return BubblewrapEnvironment(cwd=folder, timeout=timeout_s, wrapper_args=arguments)
 
 
-def _passes(test: str, folder: str, place, timeout_s: int) -> bool:
-    """Run the test where the agent's commands ran."""
-    try:
-        return place.execute({"command": test}, timeout=timeout_s)["returncode"] == 0
-    except subprocess.SubprocessError:
-        return False
+def _passes(test: str, place, timeout_s: int) -> bool:
+    """Run the test where the agent's commands ran. What the test prints is the agent's:
+    it must not count as the agent's submission, which is an exception."""
+    command = f"({test}\n) > /dev/null 2>&1"
+    return place.execute({"command": command}, timeout=timeout_s)["returncode"] == 0
