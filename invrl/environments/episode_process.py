@@ -73,16 +73,19 @@ def play(
     *,
     on_report: Callable[[Report], None],
     show: Callable[[str], None],
+    on_start: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
 ) -> int:
     """Run the program once and return its exit code. `on_report` gets its reports,
-    `show` the lines that it prints, without keys; both in threads."""
-    with _started(environment, mode) as (process, report_pipe, report_fd):
+    `show` the lines that it prints, without keys; both in threads. `on_start` gets the
+    process, whose end from elsewhere ends the call."""
+    with _started(environment, mode) as (process, reading, report_fd):
+        on_start(process)
         readers = [
             threading.Thread(
                 target=_read_lines, args=(process.stdout, order.keys, show), daemon=True
             ),
             threading.Thread(
-                target=_read_reports, args=(report_pipe, on_report), daemon=True
+                target=_read_reports, args=(reading, on_report), daemon=True
             ),
         ]
         for reader in readers:
@@ -99,9 +102,9 @@ def play(
 @contextmanager
 def _started(
     environment: EnvironmentFolder, mode: str
-) -> Iterator[tuple[subprocess.Popen[bytes], Any, int]]:
-    """Yield the process, the pipe of its reports, and the pipe's number in it. Ends the
-    process, and everything below it, on exit."""
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """Yield the process, and the two ends of the pipe of its reports: ours, which the
+    caller closes, and its. Ends the process, and everything below it, on exit."""
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
@@ -114,18 +117,20 @@ def _started(
             preexec_fn=die_with_parent,
             process_group=0,
         )
+    except BaseException:
+        os.close(reading)
+        raise
     finally:
         os.close(writing)
-    with os.fdopen(reading, encoding="utf-8", errors="replace") as report_pipe:
-        try:
-            yield process, report_pipe, writing
-        finally:
-            family = process_tree(process.pid)
-            if process.poll() is None:
-                process.terminate()
-            end_processes(family, grace_s=_GRACE_S, kill_within_s=_KILL_DEADLINE_S)
-            with contextlib.suppress(ProcessLookupError):  # what it has left behind
-                os.killpg(process.pid, signal.SIGKILL)
+    try:
+        yield process, reading, writing
+    finally:
+        family = process_tree(process.pid)
+        if process.poll() is None:
+            process.terminate()
+        end_processes(family, grace_s=_GRACE_S, kill_within_s=_KILL_DEADLINE_S)
+        with contextlib.suppress(ProcessLookupError):  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read_lines(pipe: Any, keys: Sequence[str], show: Callable[[str], None]) -> None:
@@ -137,8 +142,10 @@ def _read_lines(pipe: Any, keys: Sequence[str], show: Callable[[str], None]) -> 
             show(without_keys(text))
 
 
-def _read_reports(pipe: Any, on_report: Callable[[Report], None]) -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed
+def _read_reports(reading: int, on_report: Callable[[Report], None]) -> None:
+    """Read until no process holds the other end. Only this thread may close ours: a
+    close waits for a read that goes on."""
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
         for line in pipe:
             if line.endswith("\n"):  # whole
                 on_report(json.loads(line))
@@ -178,11 +185,14 @@ class LeasingEnvironment:
                     on_report=self._note,
                     show=_print,
                 )
+            except BaseException:  # Ctrl-C
+                self._abort_open("was ended")
+                raise
             finally:
                 self._end_left_behind()
             if code == 0:
                 return
-            self._abort_open(code)
+            self._abort_open(f"ended with code {code}")
             deaths = 1 if self._finished else deaths + 1
             name = self._environment.called
             if deaths >= MOST_DEATHS:
@@ -201,19 +211,19 @@ class LeasingEnvironment:
             self._open.discard(report["ended"])
             self._finished += report["finished"]
 
-    def _abort_open(self, code: int) -> None:
-        """Abort what the dead program had open, so that it is leased again now and not
+    def _abort_open(self, how: str) -> None:
+        """Abort what the program had open that has ended, so that it is leased again now and not
         after the sessions' idle time."""
         headers = {"authorization": f"Bearer {self._order.key}"}
         url = self._order.url
         body = {
             "reason": FailureReason.ENVIRONMENT_GONE.value,
-            "detail": f"the process of {self._environment.called} ended with code {code}",
+            "detail": f"the process of {self._environment.called} {how}",
         }
         with direct_client(
             url, timeout_s=_ABORT_DEADLINE_S, headers=headers
         ) as gateway:
-            for session_id in self._open:
+            for session_id in tuple(self._open):
                 # else its idle time ends it
                 with contextlib.suppress(httpx.HTTPError):
                     gateway.post(f"/sessions/{session_id}/abort", json=body)

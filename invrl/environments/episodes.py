@@ -49,6 +49,8 @@ _RECONNECT_S = 120.0
 """Longest time without a connection to the gateway, which may be restarting."""
 _PASSING = (429, 503)
 """Statuses of a gateway that is full, or not ready."""
+_CHAT_PAUSES_S = (1.0, 2.0)
+"""Pauses before a call of the model is repeated, as clients of OpenAI's API do."""
 _HEARTBEAT_S = 30.0
 _WATCH_S = 0.2
 _SHOWN = 2000
@@ -64,14 +66,26 @@ class Refused(Exception):
         self.status = status
 
 
-def post(url: str, key: str, body: dict, timeout_s: float = _CALL_TIMEOUT_S) -> dict:
-    """Post JSON and return the reply's. Raises Refused, OSError."""
+def post(
+    url: str,
+    key: str,
+    body: dict,
+    *,
+    timeout_s: float = _CALL_TIMEOUT_S,
+    retries: int = 0,
+) -> dict:
+    """Post JSON and return the reply's. `retries`: how often it was posted before, which
+    the gateway answers with what it has sampled. Raises Refused, OSError."""
     parts = urllib.parse.urlsplit(url)
     connect = http.client.HTTPConnection
     if parts.scheme == "https":
         connect = http.client.HTTPSConnection
     connection = connect(parts.netloc, timeout=timeout_s)
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {key}",
+        "Content-Type": "application/json",
+        "X-Stainless-Retry-Count": str(retries),
+    }
     try:
         connection.request("POST", parts.path, json.dumps(body), headers)
         response = connection.getresponse()
@@ -99,6 +113,23 @@ def post_again(url: str, key: str, body: dict) -> dict:
         time.sleep(1.0)
 
 
+def post_to_model(url: str, key: str, body: dict) -> dict:
+    """Post a call of the model as `post` does, also again while the server is restarted
+    or full."""
+    retries = 0
+    while True:
+        try:
+            return post(url, key, body, timeout_s=_MODEL_TIMEOUT_S, retries=retries)
+        except (Refused, OSError) as error:
+            is_final = isinstance(error, TimeoutError) or (
+                isinstance(error, Refused) and error.status not in _PASSING
+            )
+            if is_final or retries == len(_CHAT_PAUSES_S):
+                raise
+        time.sleep(_CHAT_PAUSES_S[retries])
+        retries += 1
+
+
 class Environment:
     """The functions and limits in `environment.py` of a folder."""
 
@@ -116,7 +147,7 @@ class Environment:
         self.timeout_s = getattr(module, "TIMEOUT_S", None)
 
     def describe(self) -> dict:
-        parameters = inspect.signature(self.episode).parameters.values()
+        signature = inspect.signature(self.episode, eval_str=True)
         return {
             "about": inspect.getdoc(self.module) or "",
             "reward": [str(bound) for bound in self.reward_range],
@@ -125,7 +156,7 @@ class Environment:
                     "type": parameter.annotation.__name__,
                     "default": parameter.default,
                 }
-                for parameter in parameters
+                for parameter in signature.parameters.values()
                 if parameter.kind is inspect.Parameter.KEYWORD_ONLY
             },
         }
@@ -173,7 +204,7 @@ class Model:
         self.working_since = None
         try:
             url = f"{self.base_url}/chat/completions"
-            reply = post(url, self.key, body, _MODEL_TIMEOUT_S)
+            reply = post_to_model(url, self.key, body)
         finally:
             self.working_since = time.monotonic()
         message = reply["choices"][0]["message"]
@@ -216,7 +247,9 @@ class Episode(threading.Thread):
         self._then(self)
 
     def overdue(self) -> str:
-        """Return what took too long; "" if nothing has."""
+        """Return what took too long; "" if nothing has, or the episode has ended."""
+        if self.outcome:
+            return ""
         now = time.monotonic()
         limit_s = self.environment.timeout_s
         if limit_s is not None:

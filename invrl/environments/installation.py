@@ -49,13 +49,13 @@ def virtual_environment(environment: EnvironmentFolder) -> Path:
 
 
 def is_installed(environment: EnvironmentFolder) -> bool:
-    return _marker(environment).exists()
+    """Whether it is, and the Python that it was made with is still there."""
+    return _marker(environment).exists() and _python(environment).exists()
 
 
 def program_command(environment: EnvironmentFolder, mode: str) -> list[str]:
     """Return the command that runs `episodes.py` with the environment's Python."""
-    python = virtual_environment(environment) / "bin" / "python"
-    return [str(python), "-P", str(PROGRAM), str(environment.path), mode]
+    return [str(_python(environment)), "-P", str(PROGRAM), str(environment.path), mode]
 
 
 def program_variables(environment: EnvironmentFolder) -> dict[str, str]:
@@ -79,7 +79,7 @@ def install(environment: EnvironmentFolder) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([uv, "venv", "--clear", "--python", python, str(folder)])
     if environment.requirements:
-        into = str(folder / "bin" / "python")
+        into = str(_python(environment))
         pins = str(environment.path / "requirements.txt")
         _run([uv, "pip", "install", "--no-deps", "--python", into, "-r", pins])
     describe(environment)
@@ -89,7 +89,10 @@ def install(environment: EnvironmentFolder) -> None:
 def check_installed(field: str, environment: EnvironmentFolder) -> None:
     """Raise ConfigError about `field` unless the environment is installed."""
     if not is_installed(environment):
-        reason = f"not installed: there is no {_marker(environment)}"
+        missing = _marker(environment)
+        if missing.exists():
+            missing = _python(environment)
+        reason = f"not installed: there is no {missing}"
         fix = f"run: invrl environment install {shlex.quote(environment.called)}"
         raise ConfigError(field, environment.called, reason, fix)
 
@@ -120,6 +123,10 @@ def describe(environment: EnvironmentFolder) -> Description:
         name: Argument(**argument) for name, argument in described["arguments"].items()
     }
     return Description(described["about"], described["reward"], arguments)
+
+
+def _python(environment: EnvironmentFolder) -> Path:
+    return virtual_environment(environment) / "bin" / "python"
 
 
 def _marker(environment: EnvironmentFolder) -> Path:

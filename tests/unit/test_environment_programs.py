@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from leasing_gateway import KEY, LeasingGateway, leasing_gateway
 
+from invrl.cli.commands.environment import episode_text
 from invrl.cli.main import main
+from invrl.environments import episode_process, episodes
 from invrl.environments.arguments import read_values
 from invrl.environments.config import split_arguments
 from invrl.environments.environment_folder import EnvironmentFolder, catalog
@@ -25,7 +27,13 @@ from invrl.environments.episode_process import (
     Order,
     play,
 )
-from invrl.environments.installation import Argument, describe, install
+from invrl.environments.installation import (
+    Argument,
+    check_installed,
+    describe,
+    install,
+    virtual_environment,
+)
 from invrl.errors import ConfigError, ServerError
 
 TOY = EnvironmentFolder(Path(__file__).parents[1] / "toy_environment")
@@ -319,3 +327,86 @@ def test_catalog_pins_every_package_and_imports_nothing_of_ours() -> None:
         assert folder.summary
         program = folder.path.joinpath("environment.py").read_text()
         assert "invrl" not in program
+
+
+def test_a_call_of_the_model_is_repeated_while_its_server_is_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[int] = []
+
+    def post(url: str, key: str, body: object, *, timeout_s: float, retries: int):
+        tries.append(retries)
+        if retries == 0:
+            raise ConnectionResetError
+        if retries == 1:
+            raise episodes.Refused(503, "no engine")
+        return {"choices": []}
+
+    monkeypatch.setattr(episodes, "post", post)
+    monkeypatch.setattr(episodes, "_CHAT_PAUSES_S", (0.0, 0.0))
+    assert episodes.post_to_model("http://h", "key", {}) == {"choices": []}
+    assert tries == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [episodes.Refused(410, "over"), TimeoutError()])
+def test_a_call_that_is_refused_for_good_is_not_repeated(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def post(url: str, key: str, body: object, *, timeout_s: float, retries: int):
+        tries.append(retries)
+        raise error
+
+    monkeypatch.setattr(episodes, "post", post)
+    with pytest.raises(type(error)):
+        episodes.post_to_model("http://h", "key", {})
+    assert tries == [0]
+
+
+def test_an_interrupt_aborts_the_sessions_that_are_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, on_report: Any, **__: object) -> int:
+        on_report({"opened": ["g0-0", "g0-1"]})
+        on_report({"ended": "g0-0", "finished": True})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(episode_process, "play", interrupted)
+    with leasing_gateway(groups=1) as gateway, pytest.raises(KeyboardInterrupt):
+        leasing(gateway).run()
+    [[end]] = gateway.ends.values()
+    assert list(gateway.ends) == ["g0-1"]
+    assert end["reason"] == "environment_gone"
+
+
+def test_an_episode_that_waits_for_its_finish_does_not_hang() -> None:
+    environment = episodes.Environment(TOY.path)
+    asked = {"arguments": {}, "step_timeout_s": 1e-9}
+    endpoint = {"base_url": "http://h", "key": "k", "model": "m"}
+    episode = episodes.Episode(environment, asked, endpoint, {"seed": 1})
+    assert "hangs" in episode.overdue()
+    episode.outcome = {"reward": 1.0, "components": {}}
+    assert episode.overdue() == ""
+
+
+def test_try_shows_messages_and_calls_of_any_form() -> None:
+    messages = [
+        {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "{}"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "sub"}}]},
+        "a message of another form",
+    ]
+    text = episode_text(0, {"messages": messages, "reward": 1.0, "components": {}})
+    assert "calls {'name': 'add'" in text
+    assert "calls {'name': 'sub'}" in text
+    assert "a message of another form\nreward: 1" in text
+
+
+def test_an_environment_whose_python_is_gone_is_not_installed(tmp_path: Path) -> None:
+    environment = copy_of_toy(tmp_path, requir="# others\nabsent==1\n")
+    folder = virtual_environment(environment)
+    (folder / "bin").mkdir(parents=True)
+    (folder / "installed").touch()
+    (folder / "bin" / "python").symlink_to(tmp_path / "removed")
+    with pytest.raises(ConfigError, match="bin/python"):
+        check_installed("NAME", environment)

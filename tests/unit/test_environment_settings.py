@@ -40,6 +40,16 @@ def test_seeds_of_training_differ_by_the_runs_seed_and_from_held_out_ones() -> N
     assert len(set(tasks)) == len(tasks) == 1500
 
 
+def test_every_seed_is_one_that_numpy_takes() -> None:
+    rollout = from_flags(*ENVIRONMENT).rollout
+    for seed in (3, 17, 123_456_789):
+        tasks = islice(load_tasks(rollout, "train", seed), 500)
+        seeds = [task.payload["seed"] for task in tasks]
+        assert len(set(seeds)) == 500
+        assert min(seeds) >= 1000
+        assert max(seeds) < 2**31
+
+
 def test_arguments_with_commas_read_back_from_the_run_folder(tmp_path: Path) -> None:
     arguments = 'game=Taxi-v4,options={"a": 1, "b": 2}'
     config = from_flags(*ENVIRONMENT, "--environment.args", arguments)

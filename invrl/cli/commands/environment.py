@@ -4,9 +4,10 @@ own."""
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from subprocess import Popen
 from typing import Any
 
 from invrl.cli.arguments import (
@@ -186,6 +187,7 @@ def _try_on_folder(
         failure_reported,
         log_to_folder,
     )
+    from invrl.rollout.dispatch.dispatcher import first_to_fail
     from invrl.run.settings.folder import hold_run_folder
 
     config = checked_configuration(flags, command="serve")
@@ -201,7 +203,15 @@ def _try_on_folder(
                 }
                 for session in sessions
             ]
-            await asyncio.to_thread(_play_and_print, folder, order, endpoints)
+            programs: list[Popen[bytes]] = []
+            playing = asyncio.to_thread(
+                _play_and_print, folder, order, endpoints, programs.append
+            )
+            try:
+                await first_to_fail(playing, serving.watch())
+            finally:
+                for program in programs:  # its thread waits for it
+                    program.terminate()
 
     with hold_run_folder(config, "serve") as run:
         log_to_folder(run, config)
@@ -210,7 +220,10 @@ def _try_on_folder(
 
 
 def _play_and_print(
-    folder: EnvironmentFolder, order: Order, endpoints: Sequence[Mapping[str, str]]
+    folder: EnvironmentFolder,
+    order: Order,
+    endpoints: Sequence[Mapping[str, str]],
+    on_start: Callable[[Popen[bytes]], object] = lambda process: None,
 ) -> None:
     """Play one episode at each endpoint and print them. Raises CommandFailed unless all
     have a reward."""
@@ -227,6 +240,7 @@ def _play_and_print(
         replace(order, endpoints=tasks),
         on_report=show,
         show=lambda line: print(printable(line), end="", flush=True),
+        on_start=on_start,
     )
     if code != 0 or len(rewarded) != len(endpoints) or not all(rewarded):
         text = f"{sum(rewarded)} of {len(endpoints)} episodes have a reward"
@@ -237,13 +251,21 @@ def _play_and_print(
 def episode_text(number: int, report: Mapping[str, Any]) -> str:
     """Return the conversation of an episode and what it was worth."""
     lines = [f"--- episode {number}"]
-    for message in report["messages"]:
+    for message in report["messages"] or ():
+        if not isinstance(message, dict):  # of a package with a form of its own
+            lines.append(str(message))
+            continue
         lines.append(f"{message.get('role')}: {message.get('content') or ''}")
         calls = message.get("tool_calls") or ()
-        lines += [f"  calls {call['function']}" for call in calls]
+        lines += [f"  calls {_called(call)}" for call in calls]
     if "failure" in report:
         lines.append(f"FAILED: {report['failure']}")
         return "\n".join(lines)
     lines.append(f"reward: {report['reward']:g}")
     lines += [f"  {name}: {value:g}" for name, value in report["components"].items()]
     return "\n".join(lines)
+
+
+def _called(call: Any) -> Any:
+    """Return the function of a tool call in OpenAI's form; of another form, all."""
+    return call.get("function", call) if isinstance(call, dict) else call
