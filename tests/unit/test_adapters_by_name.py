@@ -104,6 +104,7 @@ def truncate(folder: Path) -> None:
     ("damage", "says"),
     [
         (another_base, "another model"),
+        (lambda folder: (folder / "adapter_base.json").write_text("{"), "is damaged"),
         (change_config(use_dora=True), "use_dora"),
         (change_config(r=5), "rank 5"),
         (change_config(target_modules="all-linear"), "target_modules"),
@@ -115,7 +116,7 @@ def truncate(folder: Path) -> None:
         (change_tensors(lambda t: t.pop(DOWN)), "is missing"),
         (change_tensors(lambda t: t.update({DOWN: t[DOWN][:, :3].copy()})), "it is ("),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_an_adapter_that_does_not_fit_the_model_is_refused(
     tmp_path: Path, model: Path, damage: Callable[[Path], Any], says: str

@@ -9,7 +9,7 @@ touched.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,6 +62,14 @@ class PeftConfig(BaseModel):
     target_parameters: None = None
     layers_to_transform: None = None
     layer_replication: None = None
+
+
+class _Base(BaseModel):
+    """Contents of `adapter_base.json`."""
+
+    path: str
+    """Folder that it was in."""
+    checksum: str
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -205,17 +213,21 @@ def has_base_checksum(folder: Path) -> bool:
 
 
 def check_base(folder: Path, base_path: str, base_checksum: str) -> None:
-    """Raise ConfigError if the adapter was trained on another base. A folder of PEFT's
-    own does not say."""
+    """Raise ConfigError if the adapter was trained on another base, or its file that
+    names the base is damaged. A folder of PEFT's own does not say."""
     if not has_base_checksum(folder):
         return
-    base: Mapping[str, str] = json.loads((folder / BASE_NAME).read_bytes())
-    if base["checksum"] != base_checksum:
+    try:
+        base = _Base.model_validate_json((folder / BASE_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = f"{BASE_NAME}, which names its base, is damaged: {error}"
+        raise _refused(folder, reason) from error
+    if base.checksum != base_checksum:
         raise ConfigError(
             "lora.path",
             str(folder),
-            f"it is an adapter of another model than {base_path}: of the one that was in {base['path']}, "
-            f"whose weights have the checksum {base['checksum']}, not {base_checksum}",
+            f"it is an adapter of another model than {base_path}: of the one that was in {base.path}, "
+            f"whose weights have the checksum {base.checksum}, not {base_checksum}",
             "give the model that it was trained on as --model-path",
         )
 
