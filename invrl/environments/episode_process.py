@@ -212,7 +212,7 @@ class LeasingEnvironment:
             self._finished += report["finished"]
 
     def _abort_open(self, how: str) -> None:
-        """Abort what the program had open that has ended, so that it is leased again now and not
+        """Abort what the ended program had open, so that it is leased again now and not
         after the sessions' idle time."""
         headers = {"authorization": f"Bearer {self._order.key}"}
         url = self._order.url

@@ -13,7 +13,7 @@ from invrl.host.files.private_file import make_private, restrict
 
 HEARTBEAT_TIMEOUT_S = 30.0
 """Default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 2
 """Stored in the file as `PRAGMA user_version`."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
