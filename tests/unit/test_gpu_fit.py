@@ -95,7 +95,9 @@ def test_trainer_and_engine_take_turns_on_a_gpu_that_does_not_hold_both(
 def test_turns_that_the_user_refused_are_not_taken(model: Path) -> None:
     config = configured(model, "--num-engines", "2", "--no-colocate")
     assert fitted(config, gpus=2) is config
-    with pytest.raises(ConfigError, match="write --colocate for --no-colocate") as caught:
+    with pytest.raises(
+        ConfigError, match="write --colocate for --no-colocate"
+    ) as caught:
         plan_run(config, 2)
     assert "--num-engines to 1" in caught.value.fix
     on_one = configured(model, "--no-colocate")
