@@ -73,7 +73,7 @@ def refuse_placement_without_cluster(config: Config) -> None:
                 f"placement.{name}",
                 selector,
                 "RAY_ADDRESS is not set, and the Ray that a run starts has one node",
-                "set RAY_ADDRESS to the address of a running cluster, or leave it out",
+                "set RAY_ADDRESS to the address of a running cluster, or add --no-placement",
             )
 
 
