@@ -162,7 +162,7 @@ def test_stop_ends_the_wait_for_a_node(started: Started) -> None:
 def test_agent_that_starts_while_the_engine_is_stopped_is_ended(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = FakeAgent()
+    agent = FakeAgent(lost_its_port=False)
     hosted = engine(HOST)
 
     def stop_before_it_is_known(*arguments: object) -> FakeAgent:
@@ -174,7 +174,7 @@ def test_agent_that_starts_while_the_engine_is_stopped_is_ended(
     monkeypatch.setattr(actor, "start_actor", stop_before_it_is_known)
     with pytest.raises(ServerError, match="not started any more"):
         hosted.wait_ready()
-    assert agent.calls == ["stop"]
+    assert agent.calls == ["lost_its_port", "stop"]
     assert agent.killed
 
 
