@@ -95,13 +95,15 @@ def test_trainer_and_engine_take_turns_on_a_gpu_that_does_not_hold_both(
 def test_turns_that_the_user_refused_are_not_taken(model: Path) -> None:
     config = configured(model, "--num-engines", "2", "--no-colocate")
     assert fitted(config, gpus=2) is config
-    with pytest.raises(ConfigError, match="leave --no-colocate out") as caught:
+    with pytest.raises(
+        ConfigError, match="write --colocate for --no-colocate"
+    ) as caught:
         plan_run(config, 2)
     assert "--num-engines to 1" in caught.value.fix
     on_one = configured(model, "--no-colocate")
     card = 26_000_000_000  # holds a trainer or an engine
     assert fitted(on_one, gpus=1, gpu_bytes=card) is on_one
-    with pytest.raises(ConfigError, match="leave --no-colocate out"):
+    with pytest.raises(ConfigError, match="write --colocate for --no-colocate"):
         with_divided_memory(on_one, plan_run(on_one, 1), gpu_bytes=card)
 
 

@@ -159,6 +159,25 @@ def test_stop_ends_the_wait_for_a_node(started: Started) -> None:
     assert "not started any more" in str(failures[0])
 
 
+def test_agent_that_starts_while_the_engine_is_stopped_is_ended(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = FakeAgent(lost_its_port=False)
+    hosted = engine(HOST)
+
+    def stop_before_it_is_known(*arguments: object) -> FakeAgent:
+        stopping = threading.Thread(target=hosted.stop)
+        stopping.start()
+        stopping.join(10)
+        return agent
+
+    monkeypatch.setattr(actor, "start_actor", stop_before_it_is_known)
+    with pytest.raises(ServerError, match="not started any more"):
+        hosted.wait_ready()
+    assert agent.calls == ["lost_its_port", "stop"]
+    assert agent.killed
+
+
 class Quiet:
     """A client that answers, and a receiver that does nothing."""
 

@@ -183,11 +183,21 @@ def test_a_pool_too_small_is_refused_with_the_numbers_that_fit() -> None:
     assert "2 GPUs, and the trainer has 4 ranks" in error.reason
 
 
+def test_ranks_that_ray_places_take_no_gpus_of_the_drivers_engines() -> None:
+    own, other = node("a", gpus=2, pool="all"), node("b", gpus=2, pool="all")
+    flags = ("--placement.trainer", "pool=all", *DISK)
+    error = refusal(configured(*flags), own, other)
+    assert error.field == "placement.trainer"
+    elsewhere = configured(*flags, "--placement.engines", "b")
+    assert place_run(elsewhere, [own, other], "id-a").ranks == [own]
+
+
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
         (("--placement.engines", "b"), "weights.transport"),
         (("--placement.trainer", "b"), "weights.transport"),
+        (("--placement.engines", "b", "--engine.tp-size", "2"), "engine.tp_size"),
         (("--placement.engines", "b", *DISK, "--colocate"), "placement.engines"),
         (
             (
@@ -286,11 +296,13 @@ async def asked(tmp_path: Path, *, token: str, node_id: str) -> tuple[str, list[
     clock was seen."""
     gaps: dict[str, float] = {}
     loopback = replace(A, address="127.0.0.1")
-    async with cluster_check._listening(loopback, "secret", gaps) as port:
+    # its connections come from 127.0.0.1
+    addresses = {"b": "127.0.0.2"}
+    async with cluster_check._listening(loopback, "secret", addresses, gaps) as port:
         question = NodeQuestion(
             model_path=tmp_path,
             marker=tmp_path,
-            node_address="127.0.0.1",
+            node_address="127.0.0.2",
             driver_address="127.0.0.1",
             driver_port=port,
             token=f"{token}-{node_id}",
@@ -312,6 +324,15 @@ async def test_a_stranger_is_not_met(
     fault, seen = await asked(tmp_path, token="wrong", node_id="b")
     assert "the driver does not reach it" in fault
     assert seen == []
+
+
+async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_check, "_MEETING_DEADLINE_S", 0.05)
+    loopback = replace(A, address="127.0.0.1")
+    async with cluster_check._listening(loopback, "secret", {}, {}) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
 
 
 def test_a_closed_port_of_the_driver_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ driver's session or with the node.
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -39,7 +39,7 @@ class EngineStart:
     """The log is below it, also on a node that does not share the driver's."""
     passthrough: Sequence[str]
     """More flags of SGLang."""
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     """Key that samples; None: a random one."""
     log: LogSettings | None
 
@@ -49,8 +49,8 @@ class EngineAddress:
     """Address and keys of an engine that listens, or will."""
 
     url: str
-    admin_key: str
-    api_key: str
+    admin_key: str = field(repr=False)
+    api_key: str = field(repr=False)
 
 
 class EngineAgent:

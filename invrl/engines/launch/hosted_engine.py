@@ -134,6 +134,8 @@ class HostedEngine:
         self._agent = agent
         self._place = f"{host.name} ({host.address})"
         try:
+            if self._stopped.is_set():  # `stop` may not have seen the agent
+                raise ServerError(f"{self.name} is not started any more")
             address = await agent.call(EngineAgent.launch, left_s)
             deadline_s = self._start.config.start_timeout_s + _REPLY_MARGIN_S
             await agent.call(EngineAgent.wait_ready, deadline_s)

@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,14 @@ from invrl.run.hosts.node_report import (
 )
 from invrl.run.hosts.placement import Node, Placement, living_nodes, place_run
 from invrl.run.settings.config import Config
+from invrl.store.run_folder import unwritable
 from invrl.weights.config import FileWeights
 
 _DEADLINE_S = 90.0
 """Seconds for a node to start a worker and answer."""
+_MEETING_DEADLINE_S = 15.0
+"""Seconds for whoever connects to greet, and to be connected back to. A node itself
+waits 10 s."""
 _LONGEST_LINE = 4096
 _WRONG_GREETINGS = (OSError, ValueError, TypeError, LookupError)
 
@@ -69,7 +73,7 @@ def refuse_placement_without_cluster(config: Config) -> None:
                 f"placement.{name}",
                 selector,
                 "RAY_ADDRESS is not set, and the Ray that a run starts has one node",
-                "set RAY_ADDRESS to the address of a running cluster, or leave it out",
+                "set RAY_ADDRESS to the address of a running cluster, or add --no-placement",
             )
 
 
@@ -85,10 +89,13 @@ async def ask_nodes(
     config: Config, placement: Placement, nodes: Sequence[Node], shared: Path
 ) -> list[NodeAnswer]:
     """Ask these nodes at the same time."""
+    if not nodes:
+        return []
     token = secrets.token_hex(16)
     clock_gaps: dict[str, float] = {}
     with _marker(shared) as marker:
-        async with _listening(placement.driver, token, clock_gaps) as port:
+        addresses = {node.id: node.address for node in nodes}
+        async with _listening(placement.driver, token, addresses, clock_gaps) as port:
             questions = [
                 NodeQuestion(
                     model_path=config.model.folder,
@@ -158,7 +165,10 @@ async def _ask(node: Node, question: NodeQuestion) -> NodeReport:
 def _marker(shared: Path) -> Iterator[Path]:
     """Write a file that nodes look for, and remove it at the end."""
     marker = shared / f".seen-by-nodes-{secrets.token_hex(8)}"
-    marker.touch()
+    try:
+        marker.touch()
+    except OSError as error:
+        raise unwritable(shared, error) from error
     try:
         yield marker
     finally:
@@ -167,13 +177,17 @@ def _marker(shared: Path) -> Iterator[Path]:
 
 @asynccontextmanager
 async def _listening(
-    driver: Node, token: str, clock_gaps: dict[str, float]
+    driver: Node,
+    token: str,
+    addresses: Mapping[str, str],
+    clock_gaps: dict[str, float],
 ) -> AsyncIterator[int]:
-    """Listen on the driver's address for nodes, connect back to each, and record how
-    far its clock is ahead. Yields the port."""
+    """Listen on the driver's address for nodes, connect back to the address of each,
+    and record how far its clock is ahead. `addresses`: by Ray's id of the node. Yields
+    the port."""
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(*_WRONG_GREETINGS):
+        async with _ending_in_time(writer):
             line = await reader.readline()
             now = time.time()
             greeting = json.loads(line)
@@ -181,8 +195,9 @@ async def _listening(
             if not secrets.compare_digest(proof, token):
                 return
             clock_gaps[node_id] = float(greeting["time"]) - now
-            peer = writer.get_extra_info("peername")[0]
-            _, back = await asyncio.open_connection(peer, int(greeting["port"]))
+            _, back = await asyncio.open_connection(
+                addresses[node_id], int(greeting["port"])
+            )
             with contextlib.closing(back):
                 back.write(f"{greeting['token']}\n".encode())
                 await back.drain()
@@ -190,6 +205,16 @@ async def _listening(
     server = await asyncio.start_server(meet, driver.address, 0, limit=_LONGEST_LINE)
     async with server:
         yield server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def _ending_in_time(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    """Close the connection at the end of the block, which ends by itself after a
+    deadline or a wrong greeting. From Python 3.12 on a server's end waits for its
+    connections."""
+    with contextlib.closing(writer), contextlib.suppress(*_WRONG_GREETINGS):
+        async with asyncio.timeout(_MEETING_DEADLINE_S):
+            yield
 
 
 def _last_line(error: BaseException) -> str:

@@ -79,7 +79,7 @@ def local_report(model_path: Path, marker: Path) -> NodeReport:
     return NodeReport(
         versions=_versions(),
         model=_model_checksum(model_path),
-        sees_run_folder=marker.is_file(),
+        sees_run_folder=os.path.isfile(marker),  # also in a folder of another user
         free_cores=max(0.0, num_cores - os.getloadavg()[0]),
         free_memory_bytes=psutil.virtual_memory().available,
     )

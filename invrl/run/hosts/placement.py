@@ -105,6 +105,14 @@ def place_run(config: Config, nodes: Sequence[Node], driver_id: str) -> Placemen
     if config.rank_nodes:
         pool = _pool("placement.trainer", config.rank_nodes, nodes)
         ranks = _place_ranks(config, pool)
+        if driver.gpus and driver in ranks and config.engines_here:
+            raise ConfigError(
+                "placement.trainer",
+                config.rank_nodes,
+                f"{driver} has it, the node of the driver, whose engines have GPUs there that Ray would give "
+                "to ranks",
+                "choose nodes without the driver's, or place the engines elsewhere (--placement.engines)",
+            )
     engine_pool = None
     if config.engine_nodes:
         matching = _pool("placement.engines", config.engine_nodes, nodes)

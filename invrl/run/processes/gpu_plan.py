@@ -141,7 +141,7 @@ def _too_few(
 def fix_by_turns(config: Config) -> str:
     """Return the fix of a run that would fit by turns."""
     decided = config.run.colocate is not None
-    fix = "leave --no-colocate out" if decided else "add --colocate"
+    fix = "write --colocate for --no-colocate" if decided else "add --colocate"
     return f"{fix}: trainer and engines then use the same GPUs by turns"
 
 

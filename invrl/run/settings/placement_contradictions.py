@@ -53,7 +53,13 @@ def _placed(field: str, config: Config) -> Contradictions:
         yield field, reason, "leave one of the two out"
     sends_weights = not (config.trains_alone or config.run.debug_rollout_only)
     crosses_hosts = isinstance(config.weights, CollectiveWeights | FileWeights)
-    if sends_weights and not crosses_hosts:
+    if sends_weights and config.engine.tp_size > 1:
+        reason = (
+            "only the transport 'arena' sends weights to engines of several processes, and it goes by memory of "
+            "one machine"
+        )
+        yield "engine.tp_size", reason, "leave it out, or the placement"
+    elif sends_weights and not crosses_hosts:
         reason = (
             f"the transport {config.weights.transport!r} goes by memory of one machine, and engines and "
             "trainer are on several"
