@@ -64,7 +64,7 @@ from invrl.run.processes.tokenizer import chat_template_override
 from invrl.run.processes.trainer_memory import with_divided_memory
 from invrl.run.processes.weight_devices import arena_on_gpu, broadcast_on_gpu
 from invrl.run.settings.config import Config
-from invrl.run.settings.served_adapters import served_adapter
+from invrl.run.settings.served_adapters import adapters_by_name, served_adapter
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
@@ -134,7 +134,7 @@ async def start_cluster(
                 engines_may_start=trainer_sleeps,
                 gpus=gpus,
                 hosts=engine_pool(config, placement),
-                adapter=served_adapter(config),
+                adapter=served_adapter(config) or adapters_by_name(config),
             )
         )
         with print_waits(starting.awaited):
