@@ -109,6 +109,12 @@ INNER_COMMANDS = {
     REPLAY_COMMAND: Command("replay_step_in_folder", file="replay"),
 }
 """Commands that a supervisor starts as its driver; not for users."""
+MOVED_COMMANDS = {
+    "bench": "from a source checkout, run `python -m benchmarks.train` or `python -m benchmarks.weights` "
+    "with the same flags",
+    "soak": "from a source checkout, run `python tests/soak.py --minutes M [flags of invrl train]`",
+}
+"""Commands of earlier versions, and their replacements."""
 
 _INTRO = """\
 invrl: an RL post-training server. Point any program that speaks the OpenAI, Anthropic or Google API at its gateway:
@@ -185,6 +191,13 @@ def _run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 def _no_such_command(name: str) -> ConfigError:
+    if name in MOVED_COMMANDS:
+        return ConfigError(
+            "command line",
+            name,
+            "it is a program of the source checkout, not of the installed product",
+            MOVED_COMMANDS[name],
+        )
     from invrl.run.settings.config import nearest
 
     return ConfigError("command line", name, "no such command", nearest(name, COMMANDS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from invrl.cli.flags import SETTING_FLAGS
+from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import ConfigError
 from invrl.run.settings.config import Source, resolve
 from invrl.run.settings.former_settings import FORMER_NAMES
@@ -163,3 +163,31 @@ def test_a_setting_that_moved_into_a_table_is_found_there(old: str, new: str) ->
         resolve(Source(name="a file", tables={"train": {old: 1}}))
     place = "move it to" if key == old else f"write {key}, in"
     assert refused.value.fix == f"{place} table [{table}]"
+
+
+BARE_NAMES = (
+    "gae_lambda vtrace_rho_cap vtrace_c_cap value_clip keep_best keep_best_by progress"
+    " otel_endpoint tensorboard mlflow_tracking_uri sample_interval_s extra_columns"
+    " train_auxiliary_roots end_grace_s lease_timeout_s generate_timeout_s constrained"
+    " match_level smg_environment seeded_sampling special_tokens_in_content"
+).split()
+"""Keys of tables that were flags without the table's name."""
+MOVED = {
+    name.rpartition(".")[2]: name
+    for name in OURS
+    if name.rpartition(".")[2] in BARE_NAMES
+}
+MOVED |= {
+    name.replace(".", "_"): name
+    for name in OURS
+    if "." in name and name.replace(".", "_") not in OURS
+}
+
+
+@pytest.mark.parametrize("old", [*BARE_NAMES, *sorted(MOVED.keys() - set(BARE_NAMES))])
+def test_every_flag_that_got_its_table_is_refused_with_it(old: str) -> None:
+    if old in FORMER_NAMES:
+        pytest.skip("it has another new name")
+    with pytest.raises(ConfigError) as refused:
+        parse_flags([as_flag(old), "3"])
+    assert refused.value.fix == f"did you mean {as_flag(MOVED[old])}?"

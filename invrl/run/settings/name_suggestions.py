@@ -85,8 +85,8 @@ def near_settings(
     name: str, names: Iterable[str], *, on_file: bool = False
 ) -> list[str]:
     """Return the valid `names` that a wrong name may stand for, by the first rule that
-    finds any: the same name with its table; other trainers' names for it; nearly equal spelling; shared words; the
-    most similar spelling. Empty if nothing is near."""
+    finds any: the same name with its table; other trainers' names for it; nearly equal
+    spelling; shared words; the most similar spelling. Empty if nothing is near."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
     without_dots = {plain.replace(".", "_"): plain for plain in valid}
     for spelling in _spellings(name):
@@ -96,7 +96,11 @@ def near_settings(
         if meant:
             return meant
     wanted = _plain(name)
-    with_key = [plain for plain in valid if plain.endswith(f".{wanted}")]
+    with_key = [
+        plain
+        for plain in valid
+        if plain.endswith(f".{wanted}") and not plain.startswith("no_")
+    ]
     if len(with_key) == 1:
         return [valid[with_key[0]]]
     meant = _for_run(_meant_by_misspelt(wanted, valid), valid, on_file=on_file)

@@ -283,7 +283,8 @@ _ANSWERS = {
     "leave it out: Megatron-core trains (its options are --megatron-*)": (
         "deepspeed zero_stage fsdp fsdp_config accelerate train_backend strategy"
     ),
-    "leave it out: a run uses one machine; --data-parallel-size says how many ranks train on it": (
+    "leave it out: --data-parallel-size and --num-engines count ranks and engines; --placement.trainer and "
+    "--placement.engines name the nodes of a Ray cluster that have them": (
         "nnodes num_nodes actor_num_nodes rollout_num_nodes"
     ),
     "leave it out: training samples from the whole distribution, at --temperature": (
