@@ -52,3 +52,12 @@ def test_version_under_which_nothing_ended_changes_nothing() -> None:
     note(reserve, in_training=3, outside=1)
     reserve.advance()
     assert reserve.num_groups == 3
+
+
+def test_rollouts_that_a_resumed_run_replays_do_not_count() -> None:
+    reserve = Reserve(batch_size=16, num_versions=2)
+    note(reserve, in_training=0, outside=100)
+    reserve.forget()
+    note(reserve, in_training=3, outside=1)
+    reserve.advance()
+    assert reserve.num_groups == 12

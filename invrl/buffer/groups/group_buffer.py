@@ -355,6 +355,7 @@ class GroupBuffer:
                 and outcome.newest_version <= snapshot.trained
             ):
                 self.record(outcome)
+        self._reserve.forget()
         for group in self._in_flight.values():
             for index in group.members(RolloutState.IN_FLIGHT):
                 self._ledger.move(group, index, RolloutState.INTERRUPTED)

@@ -48,6 +48,12 @@ class Reserve:
             self._earlier.popleft()
         self._current = _EndedRollouts()
 
+    def forget(self) -> None:
+        """Forget all rollouts: of those that a resumed run replays, nobody knows what
+        the trainer did when they ended."""
+        self._earlier.clear()
+        self._current = _EndedRollouts()
+
     @property
     def num_groups(self) -> int:
         """Groups to hold back, rounded down; 0 before the first version has ended."""
