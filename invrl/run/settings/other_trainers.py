@@ -12,7 +12,7 @@ OTHER_TRAINERS: dict[str, str] = {
     "eval.task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
     "eval.sets": "eval_datasets eval_prompt_data",
     "rollout_function_path": (
-        "agent agent_path env environment rollout rollout_fn rollout_function workflow"
+        "agent agent_path env rollout rollout_fn rollout_function workflow"
         " custom_generate_function_path"
     ),
     "reward_function_path": (
