@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -29,17 +30,25 @@ def toy_programs() -> list[psutil.Process]:
     return found
 
 
-def kill_after_first_step(run: Path, killed: list[int]) -> None:
+def num_open(run: Path) -> int:
+    """Sessions that are open: of episodes that wait for the model, or pause."""
+    with contextlib.closing(sqlite3.connect(run / "run.sqlite")) as store:
+        query = "SELECT COUNT(*) FROM sessions WHERE state='open'"
+        return store.execute(query).fetchone()[0]
+
+
+def kill_in_an_episode(run: Path, killed: list[int]) -> None:
+    """Kill the program after the first step, while it plays episodes."""
     give_up_at = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up_at:
         metrics = run / "metrics.jsonl"
         programs = toy_programs()
-        if metrics.exists() and steps_of(run) and programs:
+        if metrics.exists() and steps_of(run) and programs and num_open(run):
             with contextlib.suppress(psutil.NoSuchProcess):
                 programs[0].send_signal(signal.SIGKILL)
                 killed.append(programs[0].pid)
                 return
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def test_a_killed_environment_is_started_again_and_every_lease_has_one_outcome(
@@ -50,7 +59,7 @@ def test_a_killed_environment_is_started_again_and_every_lease_has_one_outcome(
     run = tmp_path / "run"
     killed: list[int] = []
     killer = threading.Thread(
-        target=kill_after_first_step, args=(run, killed), daemon=True
+        target=kill_in_an_episode, args=(run, killed), daemon=True
     )
     killer.start()
     environment = ["--environment", str(TOY), "--environment.args", "pause_s=0.5"]
