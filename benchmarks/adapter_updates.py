@@ -27,7 +27,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from benchmarks import ROOT
 from benchmarks.command_line import model_folder, run_benchmark, validated
 from benchmarks.ratio_record import RatioRecord
 from benchmarks.ratios import Part, exceeded, rises
+from benchmarks.weight_updates.measurement import failed_part, report_part
 from benchmarks.weight_updates.token_times import Window, decode_step, longest_gap
 from invrl.cli.arguments import split_options, unknown_flag
 from invrl.engines.client.generation import GenerateChunk, GenerateRequest
@@ -86,7 +87,7 @@ _TARGETS = {
 """Ratio -> the most it should be."""
 _PROMPT_TOKENS = 32
 _TOKENS = 96
-"""Of each request: an update begins and ends while all of them decode."""
+"""Tokens of each request: an update begins and ends while all of them decode."""
 _TOKENS_BEFORE = 24
 """Tokens of each request before an update: the time of an ordinary decode step."""
 _KV_TOKENS = 24_576
@@ -97,7 +98,7 @@ _RUN_DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBenchSettings:
-    """What is measured, and how often."""
+    """Settings of the measurements."""
 
     model_path: str
     engine_dtype: Literal["bfloat16", "float32"]
@@ -147,27 +148,12 @@ async def _measure(
             try:
                 engine = await _start(settings, Path(folder), stack)
             except InvrlError as error:
-                report(_failed("engine", error))
+                report(failed_part("engine", error))
                 return
             few = engine.measure(_FEW_REQUESTS, settings.updates)
-            await _report(f"in_flight_{_FEW_REQUESTS}", few, report)
+            await report_part(f"in_flight_{_FEW_REQUESTS}", few, report)
             many = engine.measure(_MANY_REQUESTS, settings.repetitions)
-            await _report(f"in_flight_{_MANY_REQUESTS}", many, report)
-
-
-async def _report(
-    name: str, measurement: Awaitable[Part], report: Callable[[Part], None]
-) -> None:
-    try:
-        report(await measurement)
-    except InvrlError as error:
-        report(_failed(name, error))
-
-
-def _failed(name: str, error: InvrlError) -> Part:
-    return Part(
-        ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}"
-    )
+            await report_part(f"in_flight_{_MANY_REQUESTS}", many, report)
 
 
 async def _start(
@@ -382,7 +368,7 @@ def _measure_runs(settings: AdapterBenchSettings) -> Part:
         for preset in ("quickstart_lora", "quickstart"):
             seconds[preset] = _sync_seconds(settings, preset)
     except (ServerError, DeadlineError) as error:
-        return _failed("sync_phase", error)
+        return failed_part("sync_phase", error)
     of_adapter, of_model = map(median, seconds.values())
     return Part(
         ratios={"sync_phase": of_adapter / of_model},

@@ -62,29 +62,30 @@ async def measure_weights(
     others."""
     torch.set_num_threads(1)
     model = read_model_config(Path(settings.model_path))
-    await _report_part("loader", _measure_on_loader("loader", model, settings), report)
+    await report_part("loader", _measure_on_loader("loader", model, settings), report)
     if settings.device == "cpu":
-        await _report_part(BROADCAST, measure_broadcasts(model, settings), report)
+        await report_part(BROADCAST, measure_broadcasts(model, settings), report)
     if settings.with_engine:
         await _measure_on_engine(settings, report)
     if settings.with_1b:
-        await _report_part(
+        await report_part(
             "loader_1b",
             _measure_on_loader("loader_1b", one_billion_config(), settings),
             report,
         )
 
 
-async def _report_part(
+async def report_part(
     name: str, measurement: Awaitable[Part], report: Callable[[Part], None]
 ) -> None:
+    """Report a part once it is measured, or why it could not be."""
     try:
         report(await measurement)
     except InvrlError as error:
-        report(_failed(name, error))
+        report(failed_part(name, error))
 
 
-def _failed(name: str, error: InvrlError) -> Part:
+def failed_part(name: str, error: InvrlError) -> Part:
     return Part(
         ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}"
     )
@@ -171,7 +172,7 @@ async def _measure_on_engine(
             try:
                 engine, client = await _start_engine(settings, Path(folder), stack)
             except InvrlError as error:
-                report(_failed("engine", error))
+                report(failed_part("engine", error))
                 return
 
             def in_flight(number: int, updates: int) -> Awaitable[Part]:
@@ -186,11 +187,11 @@ async def _measure_on_engine(
             idle = measure_idle(
                 engine, name="engine_idle", updates=settings.repetitions
             )
-            await _report_part("engine_idle", idle, report)
+            await report_part("engine_idle", idle, report)
             few = in_flight(FEW_REQUESTS, settings.updates)
-            await _report_part(f"in_flight_{FEW_REQUESTS}", few, report)
+            await report_part(f"in_flight_{FEW_REQUESTS}", few, report)
             many = in_flight(MANY_REQUESTS, settings.repetitions)
-            await _report_part(f"in_flight_{MANY_REQUESTS}", many, report)
+            await report_part(f"in_flight_{MANY_REQUESTS}", many, report)
 
 
 async def _start_engine(

@@ -29,7 +29,7 @@ _LOOK_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStart:
-    """What an engine is started with, on any node."""
+    """Arguments for starting an engine on any node."""
 
     name: str
     config: EngineConfig
@@ -93,7 +93,7 @@ class EngineAgent:
         await asyncio.to_thread(self._launched.wait_ready)
 
     async def lost_its_port(self) -> bool:
-        """Whether the engine has ended because another program took its port."""
+        """Return whether the engine has ended because another program took its port."""
         return self._launched.lost_its_port()
 
     async def until_ended(self) -> str:
